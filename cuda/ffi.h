@@ -1,0 +1,8 @@
+// What the CUDA module registers.
+#pragma once
+
+namespace jax_foscar::cuda {
+
+void* decode_attention_handler();
+
+}  // namespace jax_foscar::cuda

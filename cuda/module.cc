@@ -1,0 +1,17 @@
+// Python module jax_foscar._cuda: FFI handlers of the CUDA platform and facts about the build.
+#include <nanobind/nanobind.h>
+
+#include "ffi.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_cuda, m) {
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("architectures") = JAX_FOSCAR_CUDA_ARCHITECTURES;
+  m.def("registrations", [] {
+    nb::dict targets;
+    targets["jax_foscar_decode_attention_v1"] = nb::capsule(jax_foscar::cuda::decode_attention_handler());
+    return targets;
+  });
+}

@@ -1,0 +1,367 @@
+"""The cache of a whole model: one frozen pytree that travels through jit, scan and vmap."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export
+from jax.sharding import PartitionSpec
+
+from . import layout, reference, tracing, windows
+from . import write as writing
+from .format import KVFormat, Quant, _integer
+from .quantize import params_shape
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Pages:
+    """The pages of one operand, K or V.
+
+    Attributes:
+      codes: uint8 ``[U, L, P, K, page, bytes]``; the last two axes are a byte count that only ``layout`` indexes.
+      params: scale and offset interleaved, ``[U, L, P, K, page, D/group, 2]`` per token or
+        ``[U, L, P, K, page/group, D, 2]`` per channel; None at 16 bits.
+    """
+
+    codes: Array
+    params: Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class KVCache:
+    """Keys and values of all layers, quantized in pages, with the tokens that are not (yet) quantized beside them.
+
+    A frozen pytree: each method returns a new cache, and a jitted step that donates the cache updates it in place. With
+    B rows, L layers, K KV heads, U pools of P pages a layer, M page-table entries a row and S + W exact slots:
+
+    Attributes:
+      format: the static ``KVFormat``.
+      head_dim: channels of a key (and query) head.
+      value_head_dim: channels of a value head.
+      key: ``Pages`` of the keys.
+      value: ``Pages`` of the values.
+      page_table: int32 ``[B, M]``, ids in [0, P) of the row's own pool ``b * U // B``, the same for every layer.
+        Entries past a row's length may hold anything.
+      length: int32 ``[B]``, tokens cached a row.
+      num_new: int32 ``[B]``, tokens of the last ``advance``.
+      overflowed: bool ``[B]``, set once a write did not fit or met a bad page id; such a write is dropped.
+      exact_key: bfloat16 ``[B, L, K, S + W, head_dim]``, or None where the format keeps no exact tokens.
+      exact_value: bfloat16 ``[B, L, K, S + W, value_head_dim]``, or None.
+    """
+
+    format: KVFormat
+    head_dim: int
+    value_head_dim: int
+    key: Pages
+    value: Pages
+    page_table: Array
+    length: Array
+    num_new: Array
+    overflowed: Array
+    exact_key: Array | None
+    exact_value: Array | None
+
+    @classmethod
+    def create(
+        cls,
+        format: KVFormat,
+        *,
+        batch: int,
+        max_length: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+    ) -> KVCache:
+        """An empty cache in which each row owns the pages of ``max_length`` tokens (rounded up to whole pages).
+
+        Args:
+          format: how keys and values are kept.
+          batch: rows.
+          max_length: tokens a row can hold.
+          num_layers: layers of the model.
+          num_kv_heads: KV heads a layer.
+          head_dim: channels of a key head: 64, 80, 96, 128, 192 or 256.
+          value_head_dim: channels of a value head, ``head_dim`` by default.
+
+        Raises:
+          TypeError, ValueError: an argument of the wrong type, or out of range.
+        """
+        if not isinstance(format, KVFormat):
+            raise TypeError(f"format must be a KVFormat (KVFormat.parse reads a string), got {format!r}")
+        batch = _integer("batch", batch, 1)
+        max_length = _integer("max_length", max_length, 1)
+        num_layers = _integer("num_layers", num_layers, 1)
+        num_kv_heads = _integer("num_kv_heads", num_kv_heads, 1)
+        head_dim = _integer("head_dim", head_dim, 1)
+        value_head_dim = head_dim if value_head_dim is None else _integer("value_head_dim", value_head_dim, 1)
+        format.key.check_head_dim("head_dim", head_dim)
+        format.value.check_head_dim("value_head_dim", value_head_dim)
+        pages = -(-max_length // format.page_size)
+        if pages * format.page_size >= 2**31:
+            raise ValueError(f"max_length must be below 2**31 tokens, got {max_length}")
+        lead = (batch, num_layers, pages, num_kv_heads)
+
+        # Each array gets a buffer of its own: one that stood twice could not be donated.
+        def empty_pages(quant: Quant, dim: int) -> Pages:
+            codes = jnp.zeros((*lead, format.page_size, layout.token_bytes(quant.bits, dim)), jnp.uint8)
+            shape = params_shape(format, quant, dim)
+            return Pages(codes, jnp.zeros((*lead, *shape), format.param_dtype) if quant.quantized else None)
+
+        def empty_exact(dim: int) -> Array | None:
+            slots = format.sink_tokens + format.ring
+            return (
+                jnp.zeros((batch, num_layers, num_kv_heads, slots, dim), jnp.bfloat16) if format.keeps_exact else None
+            )
+
+        return cls(
+            format=format,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            key=empty_pages(format.key, head_dim),
+            value=empty_pages(format.value, value_head_dim),
+            page_table=jnp.tile(jnp.arange(pages, dtype=jnp.int32), (batch, 1)),
+            length=jnp.zeros((batch,), jnp.int32),
+            num_new=jnp.zeros((batch,), jnp.int32),
+            overflowed=jnp.zeros((batch,), bool),
+            exact_key=empty_exact(head_dim),
+            exact_value=empty_exact(value_head_dim),
+        )
+
+    # --- Sizes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.length.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self.key.codes.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads a layer."""
+        return self.key.codes.shape[3]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row can hold."""
+        return self.page_table.shape[1] * self.format.page_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays; also of a cache of shapes (``jax.eval_shape``)."""
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(self))
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits that one cached value costs in the pages: codes, their padding, scale and offset."""
+        arrays = [x for pages in (self.key, self.value) for x in (pages.codes, pages.params) if x is not None]
+        stored = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
+        values = math.prod(self.key.codes.shape[:5]) * (self.head_dim + self.value_head_dim)
+        return 8 * stored / values
+
+    def __repr__(self) -> str:
+        sizes = {"layers": 1, "pages": 2, "kv_heads": 3}
+        try:
+            shape = self.key.codes.shape
+            parts = [f"batch={self.batch}", *(f"{name}={shape[axis]}" for name, axis in sizes.items())]
+            parts += [f"head_dim={self.head_dim}", f"value_head_dim={self.value_head_dim}"]
+        except (AttributeError, IndexError, TypeError):  # JAX unflattens pytrees with anything inside
+            parts = []
+        return f"KVCache({', '.join([repr(str(self.format)), *parts])})"
+
+    # --- Steps -----------------------------------------------------------------------------------------------------
+
+    def advance(self, count: int | Array) -> KVCache:
+        """Counts new tokens in; once a step, before ``write``.
+
+        Args:
+          count: new tokens of every row, or int ``[B]``, one count a row; 0 leaves a row as it is. Negative counts of
+            an array are taken as 0.
+        """
+        if isinstance(count, (int, np.integer)):
+            count = _integer("count", count, 0)
+        counts = jnp.asarray(count)
+        if not jnp.issubdtype(counts.dtype, jnp.integer):
+            raise TypeError(f"count must be an int or an int array, got dtype {counts.dtype}")
+        if counts.shape not in ((), self.length.shape):
+            raise ValueError(f"count must be a scalar or have shape {self.length.shape}, got {counts.shape}")
+        counts = jnp.broadcast_to(jnp.maximum(counts, 0).astype(jnp.int32), self.length.shape)
+        return dataclasses.replace(self, length=self.length + counts, num_new=counts)
+
+    def positions(self, num_tokens: int) -> Array:
+        """Absolute positions of the step's tokens, int32 ``[B, num_tokens]``: what RoPE needs.
+
+        Token j of a row is its j-th new one; positions past the row's count of new tokens are those of padding.
+        """
+        start = self.length - self.num_new
+        return start[:, None] + jnp.arange(_integer("num_tokens", num_tokens, 0), dtype=jnp.int32)
+
+    def write(self, k: Array, v: Array, *, layer: int | Array) -> KVCache:
+        """Stores the step's tokens in one layer; ``advance`` has counted them.
+
+        Row b takes the first ``num_new[b]`` tokens of ``k`` and ``v``; the rest is padding. Tokens are rounded to
+        bfloat16 first where the format keeps exact ones. A token that does not fit, or whose page id is out of range,
+        is dropped and sets ``overflowed``. Write first, then attend: in this order, with the cache donated, nothing is
+        copied.
+
+        Args:
+          k: ``[B, T, K, head_dim]``, after RoPE; float32, bfloat16 or float16.
+          v: ``[B, T, K, value_head_dim]``.
+          layer: int, or an integer scalar that may be traced.
+
+        Raises:
+          TypeError, ValueError: an argument of the wrong dtype, shape or range; under vmap, ``k`` or ``v`` mapped while
+            the cache is not.
+        """
+        self._check_arrays()
+        heads = self.num_kv_heads
+        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_head_dim)):
+            if not hasattr(x, "dtype") or x.dtype.name not in _FLOATS:
+                raise TypeError(f"{name} must be an array of {', '.join(_FLOATS)}, got {getattr(x, 'dtype', type(x))}")
+            if x.ndim != 4 or (x.shape[0], x.shape[2], x.shape[3]) != (self.batch, heads, dim):
+                raise ValueError(f"{name} must have shape [{self.batch}, T, {heads}, {dim}], got {list(x.shape)}")
+        if k.shape[1] != v.shape[1]:
+            raise ValueError(f"k and v must bring the same tokens, got T={k.shape[1]} and T={v.shape[1]}")
+        if k.shape[1] == 0:
+            return self
+        tracing.refuse_explicit_sharding("write", k=k, v=v, cache=self.key.codes)
+        written = writing.write(
+            writing.Written(
+                self.key.codes, self.key.params, self.value.codes, self.value.params, self.exact_key, self.exact_value,
+                self.overflowed,
+            ),
+            writing.Given(
+                self.page_table, self.length, self.num_new, self._layer_operand(layer), jnp.asarray(k), jnp.asarray(v)
+            ),
+            self.format,
+        )  # fmt: skip
+        return dataclasses.replace(
+            self,
+            key=Pages(written.key_codes, written.key_params),
+            value=Pages(written.value_codes, written.value_params),
+            exact_key=written.exact_key,
+            exact_value=written.exact_value,
+            overflowed=written.overflowed,
+        )
+
+    def append(self, k: Array, v: Array) -> KVCache:
+        """``advance`` and ``write`` at once, for a cache of one layer.
+
+        Raises:
+          ValueError: the cache has several layers, each of which needs its own ``write`` after one ``advance``.
+        """
+        self._check_arrays()
+        if self.num_layers != 1:
+            raise ValueError(
+                f"append serves caches of one layer, and this one has num_layers={self.num_layers}: call advance once "
+                "a step, then write(k, v, layer=i) in each layer"
+            )
+        if getattr(k, "ndim", 0) != 4:
+            raise ValueError(f"k must have shape [B, T, K, D], got {getattr(k, 'shape', k)}")
+        return self.advance(k.shape[1]).write(k, v, layer=0)
+
+    def check(self) -> None:
+        """Raises OverflowError if a write was dropped; reads ``overflowed`` on the host."""
+        rows = np.flatnonzero(np.asarray(self.overflowed))
+        if rows.size:
+            raise OverflowError(
+                f"rows {rows.tolist()} of the cache dropped tokens: they outgrew {self.capacity} tokens a row, or "
+                f"their page table names a page out of [0, {self.key.codes.shape[2]}); create the cache with a larger "
+                "max_length"
+            )
+
+    def dequantize(self, layer: int | Array = 0) -> tuple[Array, Array]:
+        """Keys and values of one layer as attention sees them, float32 ``[B, capacity, K, D]``; 0 past the length."""
+        self._check_arrays()
+        index = self._layer_operand(layer)[0]
+        fmt, n = self.format, self.length
+        rows = jnp.arange(self.batch)
+        pool = (rows * self.key.codes.shape[0] // self.batch)[:, None]
+        ids = jnp.clip(self.page_table, 0, self.key.codes.shape[2] - 1)
+        token = jnp.arange(self.capacity, dtype=n.dtype)
+
+        def tokens(pages: Pages, exact: Array | None, operand: layout.Operand, quant: Quant, dim: int) -> Array:
+            params = None if pages.params is None else pages.params[pool, index, ids]
+            x = reference.dequantize_pages(pages.codes[pool, index, ids], params, operand, quant, dim)
+            x = x.swapaxes(2, 3).reshape(self.batch, -1, self.num_kv_heads, dim)
+            if exact is not None:
+                slot = jnp.where(token < fmt.sink_tokens, token, fmt.sink_tokens + token % fmt.ring)
+                is_exact = (token < fmt.sink_tokens) | (token >= windows.quantized_length(n, fmt)[:, None])
+                x = jnp.where(is_exact[..., None, None], exact[:, index][:, :, slot].swapaxes(1, 2).astype(x.dtype), x)
+            return jnp.where((token < n[:, None])[..., None, None], x, 0)
+
+        return (
+            tokens(self.key, self.exact_key, "key", fmt.key, self.head_dim),
+            tokens(self.value, self.exact_value, "value", fmt.value, self.value_head_dim),
+        )
+
+    # --- Sharding --------------------------------------------------------------------------------------------------
+
+    def specs(self, *, batch: Any = None, heads: Any = None) -> KVCache:
+        """The cache as a pytree of PartitionSpecs, for ``jax.shard_map`` and ``jax.device_put``.
+
+        Args:
+          batch: mesh axis (or axes) over which rows are split; the number of pools must be divisible by it, too.
+          heads: mesh axis (or axes) over which KV heads are split.
+        """
+        pools, exact = PartitionSpec(batch, None, None, heads), PartitionSpec(batch, None, heads)
+
+        def spec(path: Any, _: Any) -> PartitionSpec:
+            name = path[0].name
+            if name in ("key", "value"):
+                return pools
+            return exact if name in ("exact_key", "exact_value") else PartitionSpec(batch)
+
+        specs: KVCache = jax.tree_util.tree_map_with_path(spec, self)
+        return specs
+
+    # --- Checks that the operations share --------------------------------------------------------------------------
+
+    def _layer_operand(self, layer: int | Array) -> Array:
+        """``layer`` as the int32 ``[1]`` operand of a kernel; a Python int out of range raises ValueError."""
+        if isinstance(layer, (int, np.integer)):
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(f"layer must be in [0, {self.num_layers}), got {layer}")
+        elif not hasattr(layer, "dtype") or not jnp.issubdtype(layer.dtype, jnp.integer) or layer.shape != ():
+            raise TypeError(f"layer must be an int or an integer scalar, got {layer!r}")
+        return jnp.asarray(layer, jnp.int32).reshape(1)
+
+    def _check_arrays(self) -> None:
+        """Refuses a cache whose arrays were swapped for others, for example a stacked one outside its vmap."""
+        shape: tuple[int, ...] = getattr(self.key.codes, "shape", ())
+        if len(shape) != 6 or getattr(self.page_table, "ndim", 0) != 2:
+            raise ValueError(
+                f"cache must hold codes of rank 6, got shape {list(shape)}: a stack of caches is mapped with jax.vmap, "
+                "and layers live inside one cache (num_layers)"
+            )
+        if self.length.shape[0] % shape[0]:
+            raise ValueError(f"cache has {shape[0]} pools, which do not divide its {self.length.shape[0]} rows")
+
+
+for _cls, _meta in ((Pages, ()), (KVCache, ("format", "head_dim", "value_head_dim"))):
+    _data = [f.name for f in dataclasses.fields(_cls) if f.name not in _meta]
+    jax.tree_util.register_dataclass(_cls, data_fields=_data, meta_fields=list(_meta))
+export.register_pytree_node_serialization(
+    Pages,
+    serialized_name="jax_foscar.Pages",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="jax_foscar.KVCache",
+    serialize_auxdata=lambda aux: json.dumps([str(aux[0]), *aux[1:]]).encode(),
+    deserialize_auxdata=lambda data: (lambda fmt, *dims: (KVFormat.parse(fmt), *dims))(*json.loads(data)),
+)

@@ -1,0 +1,231 @@
+"""The attention primitive: abstract evaluation, batching by the row rule, lowerings.
+
+Operands, in order: q ``[B, T, N, D]``, key codes and params, value codes and params (``[..., U, L, P, K, a, b]``),
+page_table ``[X, M]``, length ``[X]``, layer ``[X]``, exact key and value ``[X, L, K, S+W, D]``. Those that the format
+does not have (params at 16 bits, exact arrays) are left out.
+
+Row rule: row r of B uses entry ``r * X // B`` of an operand with X rows, and pool ``r * U // B``. It is what lets every
+vmap become one call on the same buffers, without a copy of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from . import native, reference, tracing
+from .format import KVFormat
+
+TARGET = "jax_foscar_decode_attention_v1"
+
+
+class Operands(NamedTuple):
+    """The primitive's operands by name; None for those that the format does not have."""
+
+    q: Any
+    key_codes: Any
+    key_params: Any
+    value_codes: Any
+    value_params: Any
+    page_table: Any
+    length: Any
+    layer: Any
+    exact_key: Any
+    exact_value: Any
+
+    def present(self) -> list[Any]:
+        return [x for x in self if x is not None]
+
+
+POOLS = ("key_codes", "key_params", "value_codes", "value_params")
+
+
+def _named(present: Any, fmt: KVFormat) -> Operands:
+    """The inverse of ``Operands.present``."""
+    absent = {
+        "key_params": not fmt.key.quantized,
+        "value_params": not fmt.value.quantized,
+        "exact_key": not fmt.keeps_exact,
+        "exact_value": not fmt.keeps_exact,
+    }
+    rest = iter(present)
+    return Operands(*(None if absent.get(name) else next(rest) for name in Operands._fields))
+
+
+decode_attention_p = Primitive("jax_foscar_decode_attention")
+decode_attention_p.multiple_results = True
+
+
+def bind(
+    operands: Operands, *, fmt: KVFormat, scale: float, value_head_dim: int, implementation: str | None
+) -> tuple[Array, Array]:
+    """Binds the primitive; returns ``(out [B, T, N, value_head_dim], lse [B, T, N])``."""
+    out, lse = decode_attention_p.bind(
+        *tracing.same_varying(operands.present()),
+        fmt=fmt,
+        scale=scale,
+        value_head_dim=value_head_dim,
+        implementation=implementation,
+    )
+    return out, lse
+
+
+decode_attention_p.def_impl(lambda *args, **params: xla.apply_primitive(decode_attention_p, *args, **params))
+
+
+@decode_attention_p.def_abstract_eval
+def _abstract(q: Any, *_: Any, value_head_dim: int, **__: Any) -> list[Any]:
+    return [
+        tracing.like(q, (*q.shape[:3], value_head_dim), q.dtype),
+        tracing.like(q, q.shape[:3], np.dtype("float32")),
+    ]
+
+
+ad.primitive_jvps[decode_attention_p] = tracing.no_jvp("decode_attention")
+
+
+# --- Batching -----------------------------------------------------------------------------------------------------
+
+
+def _batch(args: Any, dims: Any, *, fmt: KVFormat, **params: Any) -> tuple[Any, Any]:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    x, dim = _named(args, fmt), _named(dims, fmt)
+    mapped = {name for name in Operands._fields if getattr(dim, name) is not None}
+    if mapped & set(POOLS):
+        batched, axis = _axis_in_front(x, dim, size), 0
+    elif mapped == {"q"}:
+        return _axis_in_heads(x, dim.q, size, fmt=fmt, **params)
+    else:
+        batched, axis = _axis_behind(x, dim, size), 1
+    results = bind(batched, fmt=fmt, **params)
+    rows = x.q.shape[0 if dim.q is None or dim.q > 0 else 1]
+    shape = (size, rows) if axis == 0 else (rows, size)
+    return [r.reshape(*shape, *r.shape[1:]) for r in results], [axis, axis]
+
+
+def _axis_in_front(x: Operands, dim: Operands, size: int) -> Operands:
+    """Pools mapped: each keeps the axis in front of U; the rows of the others are (axis, row)."""
+
+    def place(name: str) -> Any:
+        value, d = getattr(x, name), getattr(dim, name)
+        if value is None:
+            return None
+        value = jnp.broadcast_to(value, (size, *value.shape)) if d is None else jnp.moveaxis(value, d, 0)
+        return value if name in POOLS else value.reshape(-1, *value.shape[2:])
+
+    return Operands(*map(place, Operands._fields))
+
+
+def _axis_behind(x: Operands, dim: Operands, size: int) -> Operands:
+    """Pools not mapped: the rows of mapped operands become (row, axis), so that a row still finds its pool."""
+    rows = x.q.shape[0 if dim.q is None or dim.q > 0 else 1]
+
+    def place(name: str) -> Any:
+        value, d = getattr(x, name), getattr(dim, name)
+        if name == "q" and d is None:
+            return jnp.repeat(value, size, axis=0)
+        if value is None or d is None:
+            return value
+        value = reference.expand_rows(jnp.moveaxis(value, d, 0).swapaxes(0, 1), rows)
+        return value.reshape(-1, *value.shape[2:])
+
+    return Operands(*map(place, Operands._fields))
+
+
+def _axis_in_heads(x: Operands, d: int, size: int, **params: Any) -> tuple[Any, Any]:
+    """Only q mapped: the axis joins the heads that share a KV head, so that the cache is read once."""
+    kv_heads = x.key_codes.shape[-3]
+    q = jnp.moveaxis(x.q, d, 0)
+    rows, queries, heads = q.shape[1:4]
+    split = q.reshape(size, rows, queries, kv_heads, heads // kv_heads, -1)
+    joined = jnp.moveaxis(split, 0, 3).reshape(rows, queries, size * heads, -1)
+    results = bind(x._replace(q=joined), **params)
+
+    def part(r: Array) -> Array:
+        r = r.reshape(rows, queries, kv_heads, size, heads // kv_heads, *r.shape[3:])
+        r = jnp.moveaxis(r, 3, 0)
+        return r.reshape(size, rows, queries, heads, *r.shape[5:])
+
+    return [part(r) for r in results], [0, 0]
+
+
+batching.primitive_batchers[decode_attention_p] = _batch
+
+
+# --- Lowering -----------------------------------------------------------------------------------------------------
+
+
+def _reference(*args: Array, fmt: KVFormat, implementation: str | None, **params: Any) -> tuple[Array, Array]:
+    return reference.attend(*_named(args, fmt), fmt=fmt, **params)
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+    """Platforms without a kernel of ours (TPU, ROCm): the jnp reference."""
+    if implementation is not None:
+        raise ValueError(
+            f"implementation={implementation!r} cannot run on {'/'.join(ctx.module_context.platforms)}: leave "
+            "implementation out, or pass implementation='xla'"
+        )
+    return mlir.lower_fun(_reference, multiple_results=True)(ctx, *operands, implementation=None, **params)
+
+
+def _lower_kernel(platform: str) -> Any:
+    def lower(
+        ctx: Any, *operands: Any, fmt: KVFormat, scale: float, value_head_dim: int, implementation: str | None
+    ) -> Any:
+        if implementation not in (None, platform):
+            raise ValueError(
+                f"implementation={implementation!r} was asked for, but this program is compiled for {platform}: leave "
+                f"implementation out, or place the computation on a {implementation} device"
+            )
+        require_module(platform)
+        # The handler's arguments are always all there; one that the format lacks is filled and not looked at.
+        avals = _named(ctx.avals_in, fmt)
+        values = _named(operands, fmt)
+        filled = [
+            (values.page_table, avals.page_table) if value is None else (value, aval)
+            for value, aval in zip(values, avals, strict=True)
+        ]
+        rule = jax.ffi.ffi_lowering(TARGET)
+        full = ctx.replace(avals_in=[aval for _, aval in filled])
+        return rule(
+            full, *(value for value, _ in filled), scale=np.float32(scale), **_attributes(fmt, avals.q, value_head_dim)
+        )
+
+    return lower
+
+
+def _attributes(fmt: KVFormat, q: Any, value_head_dim: int) -> dict[str, np.int32]:
+    """The format as the handler's attributes; dtypes are fixed here and nowhere else."""
+    attributes = {"sink_tokens": fmt.sink_tokens, "recent_tokens": fmt.recent_tokens}
+    for name, quant, dim in (("key", fmt.key, q.shape[-1]), ("value", fmt.value, value_head_dim)):
+        attributes[f"{name}_bits"] = quant.bits
+        attributes[f"{name}_group"] = quant.group_size(dim)
+        attributes[f"{name}_per_channel"] = quant.per == "channel"
+    return {name: np.int32(value) for name, value in attributes.items()}
+
+
+def require_module(platform: str) -> None:
+    """Raises RuntimeError where the program will run in this process and the platform's kernels are not built."""
+    runs_here = platform == "cpu" or jax.default_backend() == "gpu"
+    if runs_here and native.module(platform) is None:
+        remedy = "put nvcc on PATH and reinstall jax_foscar" if platform == "cuda" else "reinstall jax_foscar"
+        raise RuntimeError(
+            f"this jax_foscar was built without its {platform} module: {remedy}, or pass implementation='xla'"
+        )
+
+
+mlir.register_lowering(decode_attention_p, _lower_elsewhere)
+mlir.register_lowering(decode_attention_p, _lower_kernel("cpu"), platform="cpu")
+mlir.register_lowering(decode_attention_p, _lower_kernel("cuda"), platform="cuda")
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What ``jax.export.export(..., disabled_checks=jax_foscar.export_checks())`` needs to accept our custom calls."""
+    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
