@@ -110,7 +110,8 @@ inline void mask_logits(const int* first, const int* last, float* logits) {
   const I4 from = load<I4>(first), to = load<I4>(last);
   for (int t = 0; t < kSpanTokens; ++t) {
     const I4 at = I4{} + t;
-    store(logits + 4 * t, (at >= from) & (at < to) ? load<F4>(logits + 4 * t) : splat<F4>(-kInfinity));
+    const I4 seen = (at >= from) & (at < to);
+    store(logits + 4 * t, seen ? load<F4>(logits + 4 * t) : splat<F4>(-kInfinity));
   }
 }
 

@@ -48,14 +48,17 @@ inline ffi::Error fill_operand(const char* name, const ffi::AnyBuffer& codes, co
   operand->per_channel = per_channel;
   const std::string of = std::string(name) + " ";
   if (bits != 2 && bits != 4 && bits != 16) return invalid(of + "bits must be 2, 4 or 16");
+  if (dim <= 0 || dim > 256 || dim % 16 != 0) return invalid(of + "head dim must be a multiple of 16, up to 256");
   if (codes.element_type() != ffi::U8) return invalid(of + "codes must be uint8");
   const int64_t heads = int64_t{sizes.pools} * sizes.layers * sizes.pages * sizes.num_kv_heads;
   if (static_cast<int64_t>(codes.element_count()) != heads * operand->page_bytes(sizes.page_size))
     return invalid(of + "codes have " + std::to_string(codes.element_count()) + " bytes, the format needs " +
                    std::to_string(heads * operand->page_bytes(sizes.page_size)));
   if (bits != 16) {
-    if (group <= 0 || (per_channel ? sizes.page_size : dim) % group != 0)
-      return invalid(of + "group " + std::to_string(group) + " does not divide the axis it runs along");
+    const bool known_group =
+        per_channel ? group == 32 || group == 64 : group == dim || group == 32 || group == 64 || group == 128;
+    if (!known_group || (per_channel ? sizes.page_size : dim) % group != 0)
+      return invalid(of + "group " + std::to_string(group) + " is not one of this layout's");
     if (static_cast<int64_t>(params.element_count()) != heads * operand->page_pairs(sizes.page_size) * 2)
       return invalid(of + "params have the wrong number of elements");
     operand->params = params.untyped_data();
