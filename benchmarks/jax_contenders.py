@@ -1,0 +1,139 @@
+"""Contenders that live in JAX: our kernels, our jnp path, and what a JAX user has otherwise."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from shapes import Shape
+
+from jax_foscar import KVCache, KVFormat, Pages, decode_attention
+
+COLD_BYTES = 1 << 30
+ERROR_LIMIT = {"float32": 1e-3, "bfloat16": 5e-3, "float16": 2e-3}  # relative L2; the low ones are the dtype's rounding
+
+
+def cache_shapes(shape: Shape, fmt: KVFormat, layers: int) -> KVCache:
+    """The cache of a shape, without its arrays."""
+    size = {"batch": shape.batch, "max_length": shape.length, "num_layers": layers}
+    heads = {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    return jax.eval_shape(functools.partial(KVCache.create, fmt, **size, **heads))
+
+
+def random_cache(shape: Shape, fmt: KVFormat, layers: int) -> KVCache:
+    """A cache of random codes, with parameters that make keys and values about normal; pages in random order."""
+    empty = cache_shapes(shape, fmt, layers)
+
+    @functools.partial(jax.jit, static_argnames=("name",))
+    def pages(key: jax.Array, name: str) -> Pages:
+        like, quant = getattr(empty, name), getattr(fmt, name)
+        if not quant.quantized:
+            values = jax.random.normal(key, (*like.codes.shape[:-1], like.codes.shape[-1] // 2), jnp.bfloat16)
+            return Pages(jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(like.codes.shape), None)
+        bits, spread = jax.random.split(key)
+        scale = 4 / quant.levels * jax.random.uniform(spread, like.params.shape[:-1], minval=0.8, maxval=1.2)
+        offset = -scale * quant.levels / 2
+        params = jnp.stack([scale, offset], -1).astype(like.params.dtype)
+        return Pages(jax.random.bits(bits, like.codes.shape, jnp.uint8), params)
+
+    key, value = (pages(jax.random.key(i), name) for i, name in enumerate(("key", "value")))
+    exact = [
+        None if x is None else jax.random.normal(jax.random.key(2 + i), x.shape, x.dtype)
+        for i, x in enumerate((empty.exact_key, empty.exact_value))
+    ]
+    rows, width = empty.page_table.shape
+    table = np.random.default_rng(0).permuted(np.tile(np.arange(width, dtype=np.int32), (rows, 1)), axis=1)
+    lengths = jnp.asarray(shape.row_lengths())
+    return KVCache(
+        fmt, shape.head_dim, shape.head_dim, key, value, jnp.asarray(table), lengths, jnp.ones_like(lengths),
+        jnp.zeros(rows, bool), *exact,
+    )  # fmt: skip
+
+
+def bytes_read(cache: KVCache) -> int:
+    """Bytes that one call must read: codes and parameters of the cached tokens."""
+    per_token = cache.effective_bits * (cache.head_dim + cache.value_head_dim) * cache.num_kv_heads / 8
+    return int(np.sum(np.asarray(cache.length), dtype=np.int64) * per_token)
+
+
+def row_of(cache: KVCache, row: int) -> KVCache:
+    """One row as a cache of its own."""
+    return jax.tree.map(lambda x: x[row : row + 1], cache)
+
+
+def check(cache: KVCache, q: jax.Array, out: jax.Array) -> float:
+    """Largest relative L2 distance of the first, middle and last row to the jnp reference; exits where too large."""
+    worst = 0.0
+    for row in {0, cache.batch // 2, cache.batch - 1}:
+        one = q[row : row + 1].astype(jnp.float32)
+        expected = np.asarray(decode_attention(one, row_of(cache, row), implementation="xla"), np.float64)
+        error = np.linalg.norm(np.asarray(out[row], np.float64) - expected[0]) / np.linalg.norm(expected)
+        worst = max(worst, float(error))
+    if not worst < ERROR_LIMIT[q.dtype.name]:
+        raise SystemExit(f"{cache.format}: relative L2 error {worst:.1e} is over {ERROR_LIMIT[q.dtype.name]:.0e}")
+    return worst
+
+
+def seconds(call: Callable[[], object], repeats: int) -> float:
+    """Median wall time of a call that is waited for."""
+    times = []
+    for i in range(repeats + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        if i >= 2:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def ours(shape: Shape, fmt: KVFormat, dtype: str, implementation: str | None, repeats: int) -> tuple[float, int, float]:
+    """Microseconds a call, bytes a call reads, relative L2 error.
+
+    On a GPU one program calls the kernel for several layers, as a model does, so that launches overlap with work and no
+    layer is warm in L2.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    one_layer = cache_shapes(shape, fmt, layers=1).nbytes
+    layers = min(max(-(-COLD_BYTES // one_layer), 2), 32) if on_gpu else 1
+    cache = random_cache(shape, fmt, layers)
+    q = jax.random.normal(jax.random.key(7), (shape.batch, shape.heads, shape.head_dim), dtype)
+    calls = max(layers, 16) if on_gpu else 1
+
+    @jax.jit
+    def program(q: jax.Array, cache: KVCache) -> jax.Array:
+        out = q
+        for i in range(calls):
+            out = decode_attention(q, cache, layer=i % layers, implementation=implementation)
+            q, out = jax.lax.optimization_barrier((q, out))
+        return out
+
+    error = check(cache, q, jax.jit(functools.partial(decode_attention, implementation=implementation))(q, cache))
+    return seconds(lambda: program(q, cache), repeats) * 1e6 / calls, bytes_read(cache), error
+
+
+def jax_nn(shape: Shape, dtype: str, implementation: str, repeats: int) -> float:
+    """Microseconds of ``jax.nn.dot_product_attention`` over a cache of ``dtype``."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    size = (shape.batch, shape.length, shape.kv_heads, shape.head_dim)
+    k, v = (jax.random.normal(key, size, dtype) for key in keys[:2])
+    q = jax.random.normal(keys[2], (shape.batch, 1, shape.heads, shape.head_dim), dtype)
+    lengths = jnp.asarray(shape.row_lengths())
+    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=implementation))
+    return seconds(lambda: attend(q, k, v, key_value_seq_lengths=lengths), repeats) * 1e6
+
+
+def pallas(shape: Shape, repeats: int) -> float:
+    """Microseconds of JAX's Pallas decode attention over a bfloat16 cache."""
+    from jax.experimental.pallas.ops.gpu import decode_attention as pallas_decode
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    size = (shape.batch, shape.length, shape.kv_heads, shape.head_dim)
+    k, v = (jax.random.normal(key, size, jnp.bfloat16) for key in keys[:2])
+    q = jax.random.normal(keys[2], (shape.batch, shape.heads, shape.head_dim), jnp.bfloat16)
+    lengths = jnp.asarray(shape.row_lengths())
+    attend = jax.jit(lambda q, k, v, n: pallas_decode.gqa(q, k, v, kv_seq_len=n))
+    return seconds(lambda: attend(q, k, v, lengths), repeats) * 1e6
