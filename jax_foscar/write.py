@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -97,8 +97,8 @@ def _write(cache: Written, given: Given, fmt: KVFormat) -> Written:
         if exact is not None:
             # Older tokens come from the ring; all pass through its dtype, so that how tokens arrive does not matter.
             slot = fmt.sink_tokens + quantized % fmt.ring
-            held = exact[row[:, None], layer, :, slot]
-            tokens = jnp.where((quantized < start[:, None])[..., None, None], held, tokens.astype(exact.dtype))
+            held = _bits(exact[row[:, None], layer, :, slot], jnp.bfloat16)
+            tokens = jnp.where((quantized < start[:, None])[..., None, None], held, tokens.astype(held.dtype))
         tokens = tokens.swapaxes(1, 2)  # [B, K, F, D]
         index = (pool, layer, jnp.minimum(target, pages - 1))
         into = jnp.clip(token - first[:, None, None], 0, num_quantized - 1).reshape(batch, 1, -1, 1)
@@ -133,13 +133,28 @@ def _write(cache: Written, given: Given, fmt: KVFormat) -> Written:
         params = merge(params, placed, keep[..., None])
         return codes, params
 
-    key_codes, key_params = flush(cache.key_codes, cache.key_params, "key", fmt.key, k, cache.exact_key)
-    value_codes, value_params = flush(cache.value_codes, cache.value_params, "value", fmt.value, v, cache.exact_value)
-    exact_key, exact_value = cache.exact_key, cache.exact_value
-    if exact_key is not None:
-        exact_key = _keep_exact(exact_key, k, start, num_new, active, layer, fmt)
-        exact_value = _keep_exact(exact_value, v, start, num_new, active, layer, fmt)
+    exact_key, exact_value = _bits(cache.exact_key, jnp.uint16), _bits(cache.exact_value, jnp.uint16)
+
+    def keep_exact() -> tuple[Array, Array]:
+        return (_keep_exact(exact_key, k, start, num_new, active, layer, fmt),
+                _keep_exact(exact_value, v, start, num_new, active, layer, fmt))  # fmt: skip
+
+    # After a step of at most max_new tokens the ring still holds what is quantized now, so it is written first: a read
+    # after the write happens in place; before it, XLA would copy the ring. Longer steps must read first.
+    ring_first = num_tokens <= fmt.max_new
+    if exact_key is not None and ring_first:
+        exact_key, exact_value = keep_exact()
+    key_codes, key_params = flush(cache.key_codes, cache.key_params, "key", fmt.key, k, exact_key)
+    value_codes, value_params = flush(cache.value_codes, cache.value_params, "value", fmt.value, v, exact_value)
+    if exact_key is not None and not ring_first:
+        exact_key, exact_value = keep_exact()
+    exact_key, exact_value = _bits(exact_key, jnp.bfloat16), _bits(exact_value, jnp.bfloat16)
     return Written(key_codes, key_params, value_codes, value_params, exact_key, exact_value, cache.overflowed | refused)
+
+
+def _bits(exact: Any, dtype: Any) -> Any:
+    """Exact tokens as uint16, or back: JAX 0.10 on the CPU gathers and scatters bfloat16 by way of a float32 copy."""
+    return None if exact is None else lax.bitcast_convert_type(exact, dtype)
 
 
 def _keep_exact(
@@ -152,7 +167,7 @@ def _keep_exact(
     def place(exact: Array, index: Array, slot: Array, wanted: Array) -> Array:
         """Token ``index`` of ``new`` ``[B, C]`` into ``slot``, where wanted."""
         slot = jnp.where(wanted & active[:, None], slot, exact.shape[3])
-        tokens = new[row, jnp.clip(index, 0, num_tokens - 1)].astype(exact.dtype)
+        tokens = _bits(new[row, jnp.clip(index, 0, num_tokens - 1)].astype(jnp.bfloat16), exact.dtype)
         return exact.at[row, layer, :, slot].set(tokens, mode="drop")
 
     count = min(num_tokens, fmt.ring)  # of more tokens than slots only the last ones stay
@@ -175,8 +190,11 @@ write_p.multiple_results = True
 
 def write(cache: Written, given: Given, fmt: KVFormat) -> Written:
     """Binds the primitive: the cache's arrays with the row's ``num_new`` tokens of ``k`` and ``v`` written."""
-    operands = tracing.same_varying([*_present(cache), *given])
-    results = write_p.bind(*operands, fmt=fmt, num_vmaps=0)
+    # ``overflowed`` follows from rows and positions alone: under shard_map it does not vary over axes that split heads.
+    overflowed, *positions = tracing.same_varying([cache.overflowed, *given[:4]])
+    arrays = [*_present(cache._replace(overflowed=None)), given.k, given.v]
+    *arrays, k, v = tracing.same_varying([*arrays, overflowed])[:-1]
+    results = write_p.bind(*arrays, overflowed, *positions, k, v, fmt=fmt, num_vmaps=0)
     return _named([*results, *given], fmt)[0]
 
 

@@ -1,0 +1,11 @@
+"""Set before JAX starts: four CPU devices, so that sharding is tested on any machine; a GPU that workers can share."""
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from jax_foscar import native
+
+# A source tree found before the installed package would have no modules, and half of the tests would quietly vanish.
+assert native.module("cpu") is not None, "jax_foscar has no compiled module here: run `make test`, or pytest with python -P"
