@@ -1,8 +1,8 @@
 // One small kernel an operand form, for benchmarks/instructions.py: packed codes to mma.sync operands and nothing else.
 //
-// The integer forms are the decode kernels' own (cuda/keys.cuh, cuda/values.cuh); the f16 forms and the published Hopper
-// form, bf16 mantissa injection, read the same page layout.  Every form exists with one and with two units of work: the
-// difference of the two counts has neither addresses nor prologue in it.
+// The integer forms are the decode kernels' own (cuda/keys.cuh, cuda/values.cuh); the f16 forms and the published
+// Hopper form, bf16 mantissa injection, read the same page layout.  Every form exists with one and with two units of
+// work: the difference of the two counts has neither addresses nor prologue in it.
 #include "keys.cuh"
 #include "values.cuh"
 
@@ -92,7 +92,9 @@ struct Injected {
   template <int kBits>
   static __device__ __forceinline__ uint32_t make(uint32_t word, int byte, int shift) {
     uint32_t pair;
-    asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(pair) : "r"(word >> (byte + shift)), "r"(kPairMask<kBits>), "r"(0x43004300u));
+    asm("lop3.b32 %0,%1,%2,%3,0xea;"
+        : "=r"(pair)
+        : "r"(word >> (byte + shift)), "r"(kPairMask<kBits>), "r"(0x43004300u));
     return pair;
   }
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b) { ptx::mma_bf16(c, a, b); }
@@ -111,12 +113,12 @@ __device__ __forceinline__ void probe(const uint8_t* codes, const uint2* b, void
 }  // namespace jax_foscar::cuda
 
 // Plain names, which instructions.py looks up.
-#define OPERAND_FORM(name, ...)                                                                       \
-  extern "C" __global__ void name##_1(const uint8_t* codes, const uint2* b, void* out) {              \
-    jax_foscar::cuda::probe<jax_foscar::cuda::__VA_ARGS__, 1>(codes, b, out);                         \
-  }                                                                                                   \
-  extern "C" __global__ void name##_2(const uint8_t* codes, const uint2* b, void* out) {              \
-    jax_foscar::cuda::probe<jax_foscar::cuda::__VA_ARGS__, 2>(codes, b, out);                         \
+#define OPERAND_FORM(name, ...)                                                          \
+  extern "C" __global__ void name##_1(const uint8_t* codes, const uint2* b, void* out) { \
+    jax_foscar::cuda::probe<jax_foscar::cuda::__VA_ARGS__, 1>(codes, b, out);            \
+  }                                                                                      \
+  extern "C" __global__ void name##_2(const uint8_t* codes, const uint2* b, void* out) { \
+    jax_foscar::cuda::probe<jax_foscar::cuda::__VA_ARGS__, 2>(codes, b, out);            \
   }
 
 OPERAND_FORM(int4_keys_u8, IntegerKeys<4>)

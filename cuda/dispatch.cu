@@ -3,18 +3,21 @@
 
 #include "decode_attention.h"
 #include "decode_generic.h"
+#include "decode_mma.h"
 
 namespace jax_foscar::cuda {
 namespace {
 
 struct Kernel {
   const char* (*refuse)(const DecodeParams& params);  // null, or why the kernel cannot serve the call
-  const char* (*launch)(const DecodeParams& params, CUstream_st* stream);
+  const char* (*launch)(const DecodeParams& params, void* workspace, size_t workspace_bytes, CUstream_st* stream);
 };
 
 // Fastest first; the last one covers every format, so what it refuses is an error.
 constexpr Kernel kKernels[] = {
-    {refuse_decode_generic, launch_decode_generic},
+    {refuse_decode_mma, launch_decode_mma},
+    {refuse_decode_generic, [](const DecodeParams& params, void*, size_t,
+                               CUstream_st* stream) { return launch_decode_generic(params, stream); }},
 };
 
 bool misaligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; }
@@ -36,13 +39,13 @@ const char* refuse(const DecodeParams& params) {
 
 }  // namespace
 
-const char* decode_attention(const DecodeParams& params, CUstream_st* stream) {
+const char* decode_attention(const DecodeParams& params, void* workspace, size_t workspace_bytes, CUstream_st* stream) {
   if (params.batch == 0 || params.num_queries == 0 || params.num_heads == 0) return nullptr;
   const char* why = refuse(params);
   if (why != nullptr) return why;
   for (const Kernel& kernel : kKernels) {
     why = kernel.refuse(params);
-    if (why == nullptr) return kernel.launch(params, stream);
+    if (why == nullptr) return kernel.launch(params, workspace, workspace_bytes, stream);
   }
   return why;
 }

@@ -15,7 +15,8 @@ ffi::Error DecodeAttentionImpl(CUstream_st* stream, ffi::AnyBuffer q, ffi::AnyBu
                                ffi::AnyBuffer exact_key, ffi::AnyBuffer exact_value, ffi::Result<ffi::AnyBuffer> out,
                                ffi::Result<ffi::AnyBuffer> lse, float scale, int32_t key_bits, int32_t key_group,
                                int32_t key_per_channel, int32_t value_bits, int32_t value_group,
-                               int32_t value_per_channel, int32_t sink_tokens, int32_t recent_tokens) {
+                               int32_t value_per_channel, int32_t sink_tokens, int32_t recent_tokens,
+                               ffi::Result<ffi::AnyBuffer> workspace) {
   DecodeParams params;
   const auto error = fill_params({q,
                                   key_codes,
@@ -40,12 +41,13 @@ ffi::Error DecodeAttentionImpl(CUstream_st* stream, ffi::AnyBuffer q, ffi::AnyBu
                                   recent_tokens},
                                  &params);
   if (error.failure()) return error;
-  const char* failure = decode_attention(params, stream);
+  const char* failure = decode_attention(params, workspace->untyped_data(), workspace->size_bytes(), stream);
   return failure == nullptr ? ffi::Error::Success() : ffi::Error::Internal(failure);
 }
 
 XLA_FFI_DEFINE_HANDLER(kDecodeAttention, DecodeAttentionImpl,
-                       bind_decode(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>()),
+                       bind_decode(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>())
+                           .Ret<ffi::AnyBuffer>(),  // workspace, which primitive.py's lowering adds
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -192,11 +192,14 @@ def _lower_kernel(platform: str) -> Any:
             (values.page_table, avals.page_table) if value is None else (value, aval)
             for value, aval in zip(values, avals, strict=True)
         ]
-        rule = jax.ffi.ffi_lowering(TARGET)
-        full = ctx.replace(avals_in=[aval for _, aval in filled])
-        return rule(
-            full, *(value for value, _ in filled), scale=np.float32(scale), **_attributes(fmt, avals.q, value_head_dim)
-        )
+        results = list(ctx.avals_out)
+        if platform == "cuda":
+            batch, num_queries, num_heads, _ = avals.q.shape
+            size = workspace_bytes(batch, num_queries, num_heads, avals.key_codes.shape[-3], value_head_dim)
+            results.append(tracing.like(avals.length, (size,), np.dtype("uint8")))
+        full = ctx.replace(avals_in=[aval for _, aval in filled], avals_out=results)
+        attributes = {"scale": np.float32(scale), **_attributes(fmt, avals.q, value_head_dim)}
+        return jax.ffi.ffi_lowering(TARGET)(full, *(value for value, _ in filled), **attributes)[: len(ctx.avals_out)]
 
     return lower
 
@@ -209,6 +212,18 @@ def _attributes(fmt: KVFormat, q: Any, value_head_dim: int) -> dict[str, np.int3
         attributes[f"{name}_group"] = quant.group_size(dim)
         attributes[f"{name}_per_channel"] = quant.per == "channel"
     return {name: np.int32(value) for name, value in attributes.items()}
+
+
+def workspace_bytes(batch: Any, num_queries: Any, num_heads: int, num_kv_heads: int, value_head_dim: int) -> Any:
+    """Bytes of scratch memory of a call on CUDA, whatever the device; ``cuda/workspace.h`` says what stands there."""
+    rows = num_queries * (num_heads // num_kv_heads)
+    if isinstance(rows, int) and rows <= 4:
+        item_rows = 4
+    elif value_head_dim > 128 or (isinstance(rows, int) and rows <= 8):
+        item_rows = 8
+    else:
+        item_rows = 16
+    return (batch + 4) // 4 * 16 + 4 * 2 * 2048 * item_rows * (value_head_dim + 2)
 
 
 def require_module(platform: str) -> None:

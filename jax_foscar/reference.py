@@ -84,9 +84,8 @@ def attend(
         exact = (held >= 0) & (held <= position) & ((held < fmt.sink_tokens) | (held >= first_exact))
         visible = jnp.concatenate([visible, exact], axis=-1)
 
-    # What no query sees may hold anything; what some query does not see must not reach it, not even as 0 * NaN.
-    seen = visible.any(axis=1)[:, None, :, None]
-    keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
+    # What a query does not see may hold anything and must not reach it, not even as 0 * NaN: values that are not finite
+    # are taken out of the sum, and counted for those that do see them.
     visible = visible[:, None, None]  # [B, 1, 1, T, S]
     finite = jnp.isfinite(values)
 

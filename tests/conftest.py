@@ -8,4 +8,4 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 from jax_foscar import native
 
 # A source tree found before the installed package would have no modules, and half of the tests would quietly vanish.
-assert native.module("cpu") is not None, "jax_foscar has no compiled module here: run `make test`, or pytest with python -P"
+assert native.module("cpu") is not None, "jax_foscar has no compiled module: run `make test`, or python -P -m pytest"

@@ -1,0 +1,606 @@
+"""Instruction demand per KV element, from SASS: no GPU needed, only nvcc, cuobjdump and nvdisasm.
+
+    python benchmarks/instructions.py                                       # with the installed module's main loops
+    python benchmarks/instructions.py --module build/.../_cuda.abi3.so --arch sm_100
+
+An element is one K or V code. Three tables:
+
+*Operand forms* (``operand_forms.cu``): what turns a packed load into a tensor-core operand, one straight-line kernel a
+form. Each is compiled with one and with two units of work, and the difference of the two counts is what a unit costs:
+addresses, prologue and constants are in both. Everything in it but loads, stores, MMAs and control counts, so no class
+of instruction can escape.
+
+*Two forms in one decode loop* (``operand_speed.cu``, which times them on a GPU): all instructions of the loop, and the
+ALU operations of them that build operands.
+
+*Main loops* of a built module: in each decode kernel, the innermost loop that both copies tiles and multiplies them. A
+kernel for one kind of keys and values is counted along its common path, the cheapest one through the loop that executes
+all MMAs, shared-memory reads and copies (no mask, no new maximum, no new row). A loop inside it that multiplies counts
+as often as its elements ask for (so keys per channel count as in groups of 32 tokens); any other counts once, which
+makes a count rough where cp.async copies in loops. What builds an operand is what a walk back from the MMAs' A
+registers to their loads finds. A kernel for a list of kinds has no common path: only its size and spills are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LANES, TILE_TOKENS = 32, 64
+
+# Elements of the A operand that a lane holds.
+MMA_ELEMENTS = {"IMMA.16832": 16, "HMMA.16816": 8}
+MMAS = {"IMMA", "HMMA"}
+LOADS = {"LDG", "LDS", "LD", "LDSM", "LDL", "LDC", "LDCU", "ULDC"}
+COPIES = {"UBLKCP", "LDGSTS"}
+SPILLS = {"LDL", "STL"}
+CONTROL = {"BRA", "BSSY", "BSYNC", "BREAK", "CALL", "RET", "EXIT", "NOP", "S2R", "S2UR", "CS2R", "WARPSYNC", "ACQBULK"}
+NOT_ALU = LOADS | CONTROL | COPIES | MMAS | {"STG", "STS", "ST", "STL"}
+
+# Classes shown, in this order; the rest is summed up as "other".
+CLASSES = {
+    "LOP3": ("LOP3", "PLOP3", "ULOP3"),
+    "SHF": ("SHF", "USHF"),
+    "PRMT": ("PRMT",),
+    "IMAD": ("IMAD", "VIMAD"),
+    "IADD": ("IADD3", "IADD", "VIADD", "UIADD3", "LEA"),
+    "SETP": ("ISETP", "FSETP", "UISETP"),
+    "MOV": ("MOV", "UMOV", "SEL", "FSEL", "CS2R", "S2R", "R2UR"),
+    "MMA": ("IMMA", "HMMA"),
+    "FP32": ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2", "FMNMX", "FMNMX3"),
+    "FP16": ("HADD2", "HFMA2", "HMUL2"),
+    "MUFU": ("MUFU",),
+    "CVT": ("I2F", "I2FP", "F2I", "F2F", "F2FP"),
+    "LDS": ("LDS", "LDSM"),
+    "STS": ("STS",),
+    "SHFL": ("SHFL", "MOVM", "VOTE", "VOTEU", "REDUX"),
+    "copy": ("UBLKCP", "LDGSTS", "SYNCS", "LDGDEPBAR", "DEPBAR"),
+    "const": ("LDC", "LDCU", "ULDC"),
+    "branch": ("BRA", "BSSY", "BSYNC", "BREAK", "CALL", "WARPSYNC", "YIELD", "NOP"),
+}
+
+# Form -> (bits, what it is). The published numbers are those of the same operand in the published kernels.
+FORMS = {
+    "int4_keys_u8": (4, "u8 integer, K: one shift a word"),
+    "int2_keys_u8": (2, "u8 integer, K: one shift a word"),
+    "int4_values_u8": (4, "u8 integer, V"),
+    "int2_values_u8": (2, "u8 integer, V"),
+    "int4_values_f16": (4, "f16 subnormal"),
+    "int2_values_f16": (2, "f16 subnormal"),
+    "int4_values_bf16": (4, "bf16 0x4300 injection"),
+    "int2_values_bf16": (2, "bf16 0x4300 injection"),
+}
+SPEED_LOOPS = {
+    "attend_int4_u8": "INT4 u8 integer",
+    "attend_int4_bf16": "INT4 bf16 0x4300 injection",
+    "attend_int2_u8": "INT2 u8 integer",
+    "attend_int2_bf16": "INT2 bf16 0x4300 injection",
+}
+PUBLISHED = [
+    ("bf16 injection (Hopper)", 1.00),
+    ("INT4 as E4M3 (Blackwell)", 0.38),
+    ("INT2 as E2M1 (Blackwell)", 0.19),
+]
+
+
+def find_tool(name: str) -> str | None:
+    """nvcc, cuobjdump or nvdisasm: on PATH, or from NVIDIA's package on PyPI."""
+    if name == "nvcc" and os.environ.get("CUDACXX"):
+        return os.environ["CUDACXX"]
+    if found := shutil.which(name):
+        return found
+    try:
+        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(file.locate()) for file in files if file.name == name), None)
+
+
+@functools.cache
+def tool(name: str) -> str:
+    found = find_tool(name)
+    if found is None:
+        package = "" if name == "nvcc" else f" or install the package nvidia-cuda-{name}"
+        raise SystemExit(f"{name} was not found: put the CUDA toolkit on PATH{package}.")
+    return found
+
+
+def call(*command: str | Path, cwd: Path | None = None) -> str:
+    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{command[0]} failed:\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+# --- SASS -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    guard: str  # "@P0", "@!UP1" or ""
+    name: str  # with modifiers: IMMA.16832.U8.S8
+    operands: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def is_mma(self) -> bool:
+        return self.kind in MMAS
+
+    @property
+    def elements(self) -> int:
+        return MMA_ELEMENTS[".".join(self.name.split(".")[:2])]
+
+    def registers(self, operand: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\bR(\d+)\b", operand)]
+
+    @property
+    def written(self) -> list[int]:
+        """Registers of the result. Pairs and quads are named by their first."""
+        if not self.operands or self.kind in ("STG", "STS", "ST", "STL"):
+            return []
+        first = self.registers(self.operands[0])[:1]
+        if self.is_mma or ".128" in self.name:
+            count = 4
+        elif ".64" in self.name or "WIDE" in self.name:
+            count = 2
+        else:
+            count = 1
+        return [register + i for register in first for i in range(count)]
+
+
+# A function is a list of labels (str) and instructions.
+Function = list[str | Instruction]
+
+
+def parse(sass: str) -> dict[str, Function]:
+    """The functions of `nvdisasm -c`'s output."""
+    functions: dict[str, Function] = {}
+    current: Function = []
+    for line in sass.splitlines():
+        if match := re.match(r"\.text\.(\S+):", line):
+            current = functions[match[1]] = []
+        elif match := re.match(r"(\.L_\S+):", line):
+            current.append(match[1])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{ *)?(@\S+ +)?([A-Z][\w.]*)\s*(.*?)\s*;", line):
+            operands = tuple(part.strip() for part in match[3].split(",")) if match[3] else ()
+            # Ampere's padding is an addition to nowhere.
+            name = "NOP" if match[2] == "UIADD3" and operands[0] == "URZ" else match[2]
+            current.append(Instruction((match[1] or "").strip(), name, operands))
+    return functions
+
+
+def disassemble(cubin: Path) -> dict[str, Function]:
+    return parse(call(tool("nvdisasm"), "-c", cubin))
+
+
+def compile_benchmark(name: str, arch: str) -> dict[str, Function]:
+    """The functions of one of the CUDA files beside this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / f"{name}.cubin"
+        flags = ["-std=c++17", "--expt-relaxed-constexpr", f"-arch={arch}", f"-I{ROOT / 'cuda'}"]
+        call(tool("nvcc"), "-cubin", *flags, "-o", cubin, ROOT / "benchmarks" / f"{name}.cu")
+        return disassemble(cubin)
+
+
+# --- Operand forms ----------------------------------------------------------------------------------------------------
+
+
+def operand_forms(arch: str) -> dict[str, tuple[int, Counter[str]]]:
+    """Form -> elements a unit and lane, and the unit's instructions."""
+    functions = compile_benchmark("operand_forms", arch)
+    forms = {}
+    for name, (bits, _) in FORMS.items():
+        counts, elements = [], []
+        for units in (1, 2):
+            instructions = [line for line in functions[f"{name}_{units}"] if isinstance(line, Instruction)]
+            counts.append(Counter(instruction.kind for instruction in instructions))
+            elements.append(sum(instruction.elements for instruction in instructions if instruction.is_mma))
+        unit = Counter({kind: counts[1][kind] - counts[0][kind] for kind in counts[1] | counts[0]})
+        # Each code that was loaded is multiplied, once.
+        if unit["LDG"] * 128 // bits != elements[1] - elements[0]:
+            raise RuntimeError(f"{name}: {unit['LDG']} loads of 16 bytes, {elements[1] - elements[0]} elements")
+        forms[name] = elements[1] - elements[0], unit
+    return forms
+
+
+def alu(counts: Counter[str]) -> Counter[str]:
+    return Counter({kind: count for kind, count in counts.items() if count and kind not in NOT_ALU})
+
+
+def print_forms(arch: str) -> None:
+    print(f"ALU operations that build a tensor-core operand, per KV element ({arch})\n")
+    print(f"{'operand':34}{'per element':>12}   {'of a unit'}")
+    for name, (elements, unit) in operand_forms(arch).items():
+        bits, text = FORMS[name]
+        operations = alu(unit)
+        parts = " + ".join(f"{count} {kind}" for kind, count in sorted(operations.items()))
+        print(f"{f'INT{bits} {text}':36}{operations.total() / elements:10.4f}   {parts} for {elements} elements")
+    for text, number in PUBLISHED:
+        print(f"{f'published: {text}':36}{number:10.2f}")
+
+
+# --- Main loops -------------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """Basic blocks of a function, its edges and natural loops."""
+
+    def __init__(self, function: Function):
+        self.blocks: list[list[Instruction]] = [[]]
+        labels: dict[str, int] = {}
+        for line in function:
+            if isinstance(line, str):
+                if self.blocks[-1]:
+                    self.blocks.append([])
+                labels[line] = len(self.blocks) - 1
+                continue
+            self.blocks[-1].append(line)
+            if line.kind in ("BRA", "CALL", "EXIT", "RET", "BRX", "BREAK"):
+                self.blocks.append([])
+        self.next: list[list[int]] = [list(self._successors(i, labels)) for i in range(len(self.blocks))]
+        self.previous: list[list[int]] = [[] for _ in self.blocks]
+        for i, successors in enumerate(self.next):
+            for successor in successors:
+                self.previous[successor].append(i)
+        self.order = self._reverse_postorder()
+        self.loops = self._loops()
+
+    def _successors(self, i: int, labels: dict[str, int]) -> Iterator[int]:
+        last = self.blocks[i][-1] if self.blocks[i] else None
+        # BRA.DIV leaves for a slow copy of a shuffle when a warp has diverged. A CALL returns, but one to a label may
+        # be a jump.
+        if last is not None and last.kind == "BRA" and ".DIV" not in last.name:
+            if target := re.search(r"(\.L_\w+)", last.operands[-1]):
+                yield labels[target[1]]
+            if not last.guard and len(last.operands) == 1:
+                return
+        elif last is not None and last.kind == "CALL" and (target := re.match(r"`\((\.L_\w+)\)", last.operands[-1])):
+            yield labels[target[1]]
+        elif last is not None and last.kind == "BRX":
+            yield from (labels[target] for target in re.findall(r"\.L_\w+", ",".join(last.operands)))
+            return
+        elif last is not None and last.kind in ("EXIT", "RET") and not last.guard:
+            return
+        if i + 1 < len(self.blocks):
+            yield i + 1
+
+    def _reverse_postorder(self) -> list[int]:
+        order: list[int] = []
+        seen, stack = {0}, [(0, iter(self.next[0]))]
+        while stack:
+            block, successors = stack[-1]
+            following = next((s for s in successors if s not in seen), None)
+            if following is None:
+                order.append(block)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(self.next[following])))
+        return order[::-1]
+
+    def _loops(self) -> dict[int, set[int]]:
+        """Head -> blocks, of the loops whose head dominates their back edges."""
+        position = {block: i for i, block in enumerate(self.order)}
+        dominator = {self.order[0]: self.order[0]}
+
+        def common(a: int, b: int) -> int:
+            while a != b:
+                if position[a] > position[b]:
+                    a = dominator[a]
+                else:
+                    b = dominator[b]
+            return a
+
+        changed = True
+        while changed:
+            changed = False
+            for block in self.order[1:]:
+                known = [p for p in self.previous[block] if p in dominator]
+                nearest = functools.reduce(common, known)
+                if dominator.get(block) != nearest:
+                    dominator[block], changed = nearest, True
+
+        loops: dict[int, set[int]] = {}
+        for block in self.order:
+            for head in self.next[block]:
+                if position[head] <= position[block] and common(head, block) == head:
+                    body = loops.setdefault(head, {head})
+                    stack = [block]
+                    while stack:
+                        if (inside := stack.pop()) not in body and inside in position:
+                            body.add(inside)
+                            stack += self.previous[inside]
+        return loops
+
+    def count(self, blocks: set[int], kinds: set[str]) -> int:
+        return sum(instruction.kind in kinds for block in blocks for instruction in self.blocks[block])
+
+    def main_loop(self) -> int | None:
+        """The head of the innermost loop that copies tiles and multiplies them."""
+        heads = [head for head, blocks in self.loops.items() if self.count(blocks, MMAS) and self.count(blocks, COPIES)]
+        return min(heads, key=lambda head: len(self.loops[head]), default=None)
+
+    def common_path(self, head: int) -> list[int]:
+        """From the loop's head to its back edge: most MMAs, then shared-memory reads, then copies, then shortest."""
+        position = {block: i for i, block in enumerate(self.order)}
+        blocks = sorted(self.loops[head], key=position.__getitem__)
+        best: dict[int, tuple[tuple[int, ...], list[int]]] = {head: ((0, 0, 0, 0), [])}
+        ends = []
+        for block in blocks:
+            if block not in best:
+                continue
+            score, path = best[block]
+            gains = [self.count({block}, kinds) for kinds in (MMAS, {"LDS", "LDSM"}, COPIES)]
+            gains.append(-len(self.blocks[block]))
+            score = tuple(a + b for a, b in zip(score, gains, strict=True))
+            for successor in self.next[block]:
+                if successor == head:
+                    ends.append((score, [*path, block]))
+                elif successor in self.loops[head] and position[successor] > position[block]:
+                    best[successor] = max(best.get(successor, (score, [*path, block])), (score, [*path, block]))
+        return max(ends)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a decode kernel's mangled name says."""
+
+    keys: tuple[str, ...]  # k4t, k4t64, k4c
+    values: tuple[str, ...]
+    dim: int
+    rows: int  # query rows
+    pair_bytes: int
+
+    @property
+    def one_kind(self) -> bool:
+        return len(self.keys) == len(self.values) == 1
+
+    @classmethod
+    def of(cls, mangled: str) -> Kernel | None:
+        if "10decode_mma" not in mangled or "TraitsI" not in mangled or "$" in mangled:
+            return None
+        match = re.search(r"TraitsI(.*)Li(\d+)ELi(\d+)ELi(\d+)EEE", mangled)
+        if match is None:
+            return None
+        lists = match[1].split("IJ")[1:]  # parameter packs
+        found = [re.findall(r"ILi(\d+)ELb(\d)ELi(\d+)E", part) for part in lists]
+        names = [
+            tuple(f"{bits}{'tc'[int(c)]}{group if group != '0' else ''}" for bits, c, group in part) for part in found
+        ]
+        # The mangling names a list that comes twice once.
+        keys, values = names if len(names) == 2 else (names[0], names[0])
+        return cls(keys, values, int(match[2]), 4 * int(match[3]), int(match[4]))
+
+    def __str__(self) -> str:
+        keys, values = ("any" if len(names) > 1 else names[0] for names in (self.keys, self.values))
+        return f"k{keys},v{values} D={self.dim} rows={self.rows}{' f32' if self.pair_bytes == 8 else ''}"
+
+
+@dataclasses.dataclass
+class MainLoop:
+    kernel: Kernel
+    size: int  # instructions of all its paths
+    spills: int  # local-memory accesses of all its paths
+    # Of the common path; None for a kernel that serves a list of kinds, or whose elements do not add up.
+    counts: Counter[str] | None = None
+    elements: int = 0  # K and V codes, a lane
+    operand: dict[str, float] = dataclasses.field(default_factory=dict)  # "K", "V": ALU operations an element
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One A operand on a path."""
+
+    block: int
+    name: str  # "K" or "V", of integer operands
+    elements: int
+    built: frozenset[int]  # ALU operations, by their place in the path
+
+
+def trace_operands(path: list[tuple[int, Instruction]]) -> list[Operand]:
+    """The A operands on a path of (block, instruction): each once, however many MMAs it feeds."""
+    writer: dict[int, int] = {}
+    sources: list[list[int]] = []
+    operands: dict[tuple[int, ...], Operand] = {}
+    for i, (block, instruction) in enumerate(path):
+        if instruction.is_mma:
+            first = instruction.registers(instruction.operands[1])[0]
+            made_by = tuple(writer.get(first + j, -1) for j in range(4))
+            built: set[int] = set()
+            stack = [source for source in made_by if source >= 0]
+            while stack:
+                source = stack.pop()
+                if source not in built and path[source][1].kind not in NOT_ALU:
+                    built.add(source)
+                    stack += sources[source]
+            # Keys meet signed queries, values unsigned weights.
+            name = "K" if instruction.name.endswith("U8.S8") else "V"
+            operands.setdefault(made_by, Operand(block, name, instruction.elements, frozenset(built)))
+        written = instruction.written
+        read = instruction.operands[1:] if written else instruction.operands
+        numbers = [number for operand in read for number in instruction.registers(operand)]
+        sources.append([writer[number] for number in numbers if number in writer])
+        for register in written:
+            writer[register] = i
+    return list(operands.values())
+
+
+def cost(operands: list[Operand]) -> float:
+    """ALU operations an element; one that serves several operands counts once."""
+    return len(frozenset().union(*(operand.built for operand in operands))) / sum(o.elements for o in operands)
+
+
+def main_loop(kernel: Kernel, function: Function) -> MainLoop | None:
+    graph = Graph(function)
+    head = graph.main_loop()
+    if head is None:
+        return None
+    body = graph.loops[head]
+    loop = MainLoop(kernel, sum(len(graph.blocks[block]) for block in body), graph.count(body, SPILLS))
+    if not kernel.one_kind:
+        return loop
+
+    blocks = graph.common_path(head)
+    path = [(block, instruction) for block in blocks for instruction in graph.blocks[block]]
+    operands = trace_operands(path)
+    # The outermost loop inside the main loop that a block is in.
+    inner: dict[int, int] = {}
+    for h, inside in sorted(graph.loops.items(), key=lambda item: len(item[1])):
+        if h != head and inside < body:
+            inner |= dict.fromkeys(inside, h)
+    expected = TILE_TOKENS * ((kernel.dim + 31) // 32 * 32) // LANES // MMA_ELEMENTS["IMMA.16832"]
+    trips: dict[int, int] = {}
+    for name in "KV":
+        places = Counter(inner.get(operand.block) for operand in operands if operand.name == name)
+        in_loops = places.total() - places[None]
+        if in_loops and (expected - places[None]) % in_loops == 0:
+            trips |= {h: (expected - places[None]) // in_loops for h in places if h is not None}
+        elif in_loops or places[None] != expected:
+            return loop
+    counts: Counter[str] = Counter()
+    for block, instruction in path:
+        counts[instruction.kind] += trips.get(inner.get(block, -1), 1)
+    loop.counts, loop.elements = counts, 2 * expected * MMA_ELEMENTS["IMMA.16832"]
+    loop.operand = {name: cost([operand for operand in operands if operand.name == name]) for name in "KV"}
+    return loop
+
+
+def main_loops(module: Path, arch: str) -> list[MainLoop]:
+    """Of the module's decode kernels; `arch` without its suffix: sm_90 finds sm_90a."""
+    loops = []
+    with tempfile.TemporaryDirectory() as folder:
+        call(tool("cuobjdump"), "-xelf", f".{arch}", module.resolve(), cwd=Path(folder))
+        for cubin in sorted(Path(folder).glob("*.cubin")):
+            if re.search(rf"\.{arch}[a-z]?\.cubin$", cubin.name):
+                for name, function in disassemble(cubin).items():
+                    kernel = Kernel.of(name)
+                    loop = main_loop(kernel, function) if kernel is not None else None
+                    if loop is not None:
+                        loops.append(loop)
+    return sorted(loops, key=lambda loop: (loop.kernel.dim, loop.kernel.rows, str(loop.kernel)))
+
+
+def print_main_loops(module: Path, arch: str) -> None:
+    loops = main_loops(module, arch)
+    if not loops:
+        sys.exit(f"{module} has no decode kernels on tensor cores for {arch}.")
+    print(f"Main loops in {module.name} for {arch}: a lane's instructions a tile of 64 tokens, by class\n")
+    shown = [*CLASSES, "other"]
+    classes = {kind: name for name, kinds in CLASSES.items() for kind in kinds}
+    header = "".join(f"{name:>7}" for name in ("a code", "K", "V", *shown, "all", "size", "spills"))
+    print(f"{'kernel':30}{header}")
+    for loop in loops:
+        if loop.counts is None:
+            cells = ["-"] * (len(shown) + 4)
+        else:
+            by_class: Counter[str] = Counter()
+            for kind, count in loop.counts.items():
+                by_class[classes.get(kind, "other")] += count
+            total = loop.counts.total()
+            cells = [f"{total / loop.elements:.2f}", *(f"{loop.operand[name]:.3f}" for name in "KV")]
+            cells += [str(count) for count in (*(by_class[name] for name in shown), total)]
+        print(f"{loop.kernel!s:30}" + "".join(f"{cell:>7}" for cell in (*cells, loop.size, loop.spills)))
+    print("\na code: instructions per K or V code; K, V: ALU operations of them that build its operand;")
+    print("size and spills: instructions and local-memory accesses on all paths of the loop.")
+
+
+def speed_loops(arch: str) -> dict[str, tuple[Counter[str], int, float]]:
+    """Kernel of operand_speed.cu -> its loop's instructions, elements a lane, ALU operations of operands an element."""
+    functions = compile_benchmark("operand_speed", arch)
+    loops = {}
+    for name in SPEED_LOOPS:
+        graph = Graph(functions[name])
+        head = graph.main_loop()
+        assert head is not None
+        path = [(block, instruction) for block in graph.common_path(head) for instruction in graph.blocks[block]]
+        operands = trace_operands(path)
+        counts = Counter(instruction.kind for _, instruction in path)
+        loops[name] = counts, sum(operand.elements for operand in operands), cost(operands)
+    return loops
+
+
+def print_speed_loops(arch: str) -> None:
+    print(f"Two forms in one decode loop, per KV element ({arch})\n")
+    print(f"{'':34}{'instructions':>14}{'operands':>10}{'MMAs a tile':>13}")
+    for name, (counts, elements, operand) in speed_loops(arch).items():
+        mmas = sum(counts[kind] for kind in MMAS)
+        print(f"{SPEED_LOOPS[name]:34}{counts.total() / elements:14.2f}{operand:10.3f}{mmas:13}")
+
+
+# --- The binary -------------------------------------------------------------------------------------------------------
+
+
+def code_in(module: Path) -> tuple[set[str], set[str]]:
+    """Architectures with SASS and with PTX: sm_90a, sm_120."""
+    # With nothing to list, cuobjdump says so on stderr and succeeds.
+    listings = (call(tool("cuobjdump"), option, module) for option in ("-lelf", "-lptx"))
+    sass, ptx = (set(re.findall(r"\.(sm_\d+[a-z]?)\.(?:cubin|ptx)", listing)) for listing in listings)
+    return sass, ptx
+
+
+def missing_code(module: Path, architectures: str) -> list[str]:
+    """What the binary lacks of CMake's list, `80-real;120-real;120-virtual`."""
+    sass, ptx = code_in(module)
+    missing = []
+    for entry in architectures.split(";"):
+        number, _, kind = entry.partition("-")
+        if kind != "virtual" and f"sm_{number}" not in sass:
+            missing.append(f"SASS for sm_{number}")
+        if kind != "real" and f"sm_{number}" not in ptx:
+            missing.append(f"PTX for sm_{number}")
+    return missing
+
+
+def find_module() -> Path | None:
+    spec = importlib.util.find_spec("jax_foscar._cuda") if importlib.util.find_spec("jax_foscar") else None
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def module_architectures(module: Path) -> str:
+    """The list that the module was built for, by its own account; needs no GPU."""
+    spec = importlib.util.spec_from_file_location("_cuda", module)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded.architectures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_90", help="whose SASS to count")
+    parser.add_argument("--module", type=Path, help="a built _cuda module; otherwise the installed one")
+    args = parser.parse_args()
+    print_forms(args.arch)
+    print()
+    print_speed_loops(args.arch)
+    print()
+    module = args.module or find_module()
+    if module is None:
+        sys.exit("jax_foscar has no CUDA module here, so there are no main loops to count; name one with --module.")
+    sass, ptx = code_in(module)
+    architectures = module_architectures(module)
+    print(f"SASS: {', '.join(sorted(sass))}. PTX: {', '.join(sorted(ptx)) or 'none'}. Built for {architectures}.")
+    if missing := missing_code(module, architectures):
+        sys.exit(f"The binary lacks {', '.join(missing)}.")
+    print_main_loops(module, args.arch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+// Host side of one variant of the fast kernel: the launch, and its line in the table.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <iterator>
+
+#include "decode_mma.cuh"
+#include "decode_variants.h"
+
+namespace jax_foscar::cuda {
+
+template <class T>
+const char* launch_variant(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared,
+                           CUstream_st* stream) {
+  // A function's limit on shared memory belongs to a device: raised once on each.
+  constexpr int kMaxDevices = 64;
+  static std::atomic<bool> ready[kMaxDevices];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && (device >= kMaxDevices || !ready[device].load(std::memory_order_relaxed))) {
+    int most = 0;
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess)
+      error = cudaFuncSetAttribute(decode_mma<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    if (error == cudaSuccess && device < kMaxDevices) ready[device].store(true, std::memory_order_relaxed);
+  }
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(32 * warps);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  error = cudaLaunchKernelEx(&config, decode_mma<T>, params, plan);
+  if (error == cudaSuccess) error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <class T>
+constexpr DecodeVariant variant() {
+  return {T::kDim,         T::kTiles,         T::kPairBytes, T::Keys::kTable, T::Values::kTable,
+          T::Keys::kCount, T::Values::kCount, T::kMaxWarps,  T::kWarpBytes,   launch_variant<T>};
+}
+
+// Kinds by name: per token with `group` channels (0: the whole head), per channel.
+template <int kBits, int kGroup = 0>
+using Token = Kind<kBits, false, kGroup>;
+template <int kBits>
+using Channel = Kind<kBits, true>;
+
+// The same kinds for keys and values, chosen at run time.
+template <class Kinds, int kDim, int kTiles, int kPairBytes = 4>
+constexpr DecodeVariant any_kind() {
+  return variant<Traits<Kinds, Kinds, kDim, kTiles, kPairBytes>>();
+}
+
+// One kind of keys and one of values: nothing to choose.
+template <class Key, class Value, int kDim, int kTiles>
+constexpr DecodeVariant one_kind() {
+  return variant<Traits<KindList<Key>, KindList<Value>, kDim, kTiles, 4>>();
+}
+
+}  // namespace jax_foscar::cuda

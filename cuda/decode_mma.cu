@@ -1,0 +1,141 @@
+// Host side of the fast decode-attention kernel: which variant serves a call, its shared memory, and the two launches.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "combine.h"
+#include "decode_mma.h"
+#include "decode_variants.h"
+#include "workspace.h"
+
+namespace jax_foscar::cuda {
+namespace {
+
+constexpr DecodeVariants (*kTables[])() = {decode_variants_d128, decode_variants_d128_any, decode_variants_d64,
+                                           decode_variants_d80_d96, decode_variants_d192_d256};
+
+// A variant, and the lines of its lists.
+struct Choice {
+  const DecodeVariant* variant = nullptr;
+  int key_kind = 0, value_kind = 0;
+};
+
+int find_kind(const QuantKind* kinds, int count, const OperandParams& operand) {
+  const int group = operand.per_channel || operand.group == operand.dim ? 0 : operand.group;
+  for (int i = 0; i < count; ++i) {
+    if (kinds[i].bits == operand.bits && kinds[i].per_channel == operand.per_channel && kinds[i].group == group)
+      return i;
+  }
+  return -1;
+}
+
+int64_t rows_a_kv_head(const DecodeParams& params) {
+  return int64_t{params.num_queries} * (params.num_heads / params.num_kv_heads);
+}
+
+Choice choose(const DecodeParams& params) {
+  const int tiles = item_rows(rows_a_kv_head(params), params.value.dim) / 4;
+  const int pair_bytes = params.param_dtype == DType::kF32 ? 8 : 4;
+  for (const auto table : kTables) {
+    const DecodeVariants variants = table();
+    for (const DecodeVariant* v = variants.begin; v != variants.end; ++v) {
+      if (v->dim != params.key.dim || v->dim != params.value.dim || v->tiles != tiles || v->pair_bytes != pair_bytes)
+        continue;
+      const int key_kind = find_kind(v->keys, v->num_keys, params.key);
+      const int value_kind = find_kind(v->values, v->num_values, params.value);
+      if (key_kind >= 0 && value_kind >= 0) return {v, key_kind, value_kind};
+    }
+  }
+  return {};
+}
+
+// SMs, the shared memory a CTA may have, and the major compute capability; asked once a device.
+struct DeviceFacts {
+  int sms, shared, major;
+};
+
+cudaError_t device_facts(DeviceFacts* facts) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int64_t> known[kMaxDevices];  // sms << 40 | major << 32 | shared
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  int64_t packed = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (packed == 0) {
+    int sms = 0, shared = 0, major = 0;
+    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error != cudaSuccess) return error;
+    packed = int64_t{sms} << 40 | int64_t{major} << 32 | shared;
+    if (device < kMaxDevices) known[device].store(packed, std::memory_order_relaxed);
+  }
+  *facts = {static_cast<int>(packed >> 40), static_cast<int>(packed & 0xffffffff),
+            static_cast<int>(packed >> 32 & 255)};
+  return cudaSuccess;
+}
+
+TileBytes tile_bytes(const DecodeParams& params, int pair_bytes) {
+  const auto codes = [](const OperandParams& operand) { return kTileTokens * token_bytes(operand.bits, operand.dim); };
+  const auto pairs = [&](const OperandParams& operand) {
+    return static_cast<int>(operand.page_pairs(kTileTokens)) * pair_bytes;
+  };
+  return {codes(params.key), codes(params.value), pairs(params.key), pairs(params.value)};
+}
+
+}  // namespace
+
+const char* refuse_decode_mma(const DecodeParams& params) {
+  const Choice choice = choose(params);
+  if (choice.variant == nullptr) return "jax_foscar decode_attention: the fast kernel has no such variant";
+  // The schedule counts in 32 bits; a row and item has at most this many units.
+  const int64_t most_units = int64_t{params.table_width} * params.page_size / kTileTokens +
+                             (params.windows.sink + params.windows.ring) / 16 + 2;
+  const int64_t rows = 4 * choice.variant->tiles, blocks = (rows_a_kv_head(params) + rows - 1) / rows;
+  if (most_units * params.batch * params.num_kv_heads * blocks > INT32_MAX)
+    return "jax_foscar decode_attention: too much work for the fast kernel's 32-bit counts";
+  for (const OperandParams* operand : {&params.key, &params.value}) {
+    if (operand->per_channel && operand->group != 32 && operand->group != 64)
+      return "jax_foscar decode_attention: the fast kernel takes token groups of 32 or 64";
+  }
+  return nullptr;
+}
+
+const char* launch_decode_mma(const DecodeParams& params, void* workspace, size_t workspace_bytes,
+                              CUstream_st* stream) {
+  const Choice choice = choose(params);
+  const DecodeVariant& variant = *choice.variant;
+  const int64_t needed = jax_foscar::workspace_bytes(params.batch, params.num_queries, params.num_heads,
+                                                     params.num_kv_heads, params.value.dim);
+  if (workspace == nullptr || static_cast<int64_t>(workspace_bytes) < needed)
+    return "jax_foscar decode_attention: the workspace is too small";
+  DeviceFacts facts = {};
+  const cudaError_t error = device_facts(&facts);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+
+  const int rows = 4 * variant.tiles;
+  Plan plan = {};
+  plan.blocks = static_cast<int>((rows_a_kv_head(params) + rows - 1) / rows);
+  plan.page_tiles = params.page_size / kTileTokens;
+  plan.key_kind = choice.key_kind, plan.value_kind = choice.value_kind;
+  plan.bytes = tile_bytes(params, variant.pair_bytes);
+  plan.row_start = static_cast<int*>(workspace);
+  plan.pieces = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + workspace_header_bytes(params.batch));
+  // As many warps as shared memory holds with two stages each, then as many stages.
+  const auto warp_shared = [&](int stages) { return stages * plan.bytes.total() + variant.warp_bytes; };
+  const int warps = std::min(variant.max_warps, facts.shared / warp_shared(2));
+  if (warps == 0) return "jax_foscar decode_attention: a tile does not fit the device's shared memory";
+  plan.stages = 2;
+  while (plan.stages < kMaxStages && warps * warp_shared(plan.stages + 1) <= facts.shared) ++plan.stages;
+
+  const int grid = std::min(facts.sms, kMaxWorkers / warps);
+  const char* failure = variant.launch(params, plan, grid, warps, warps * warp_shared(plan.stages), stream);
+  if (failure != nullptr) return failure;
+  return launch_combine(params, plan.row_start, plan.pieces, grid * warps, rows, plan.blocks, facts.major >= 9, stream);
+}
+
+}  // namespace jax_foscar::cuda

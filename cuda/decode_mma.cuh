@@ -1,0 +1,344 @@
+// The fast decode-attention kernel: affine folding on integer tensor cores, for 2- and 4-bit keys and values.
+//
+// Grid: one CTA an SM (at most kMaxWorkers warps in all).  Each CTA finds its warps' ranges of the work (schedule.cuh);
+// from then on a warp is alone: it streams its tiles of 64 tokens through a private ring (tile_stream.cuh), scores them
+// (keys.cuh), runs the online softmax and adds the values (values.cuh) for up to 4 kTiles query rows of one KV head,
+// then the item's exact tokens (exact.cuh).  What it has of an item goes to the outputs if the whole item was its own,
+// else to the workspace for combine.cu.
+//
+// Not handled: 16-bit operands, head dims that differ, and what is not in the kernel's lists of kinds.  A NaN among the
+// exact values of a token that only some of the queries see reaches all of them.
+#pragma once
+
+#include "exact.cuh"
+#include "results.cuh"
+#include "tile_stream.cuh"
+#include "workspace.h"
+
+namespace jax_foscar::cuda {
+
+template <int kBits_, bool kPerChannel_, int kGroup_ = 0>
+struct Kind {
+  static constexpr int kBits = kBits_;
+  static constexpr bool kPerChannel = kPerChannel_;
+  static constexpr int kGroup = kGroup_;
+};
+
+// The kinds of keys or values a kernel serves: chosen by number at run time, once a tile, which costs a branch.
+template <class... Kinds>
+struct KindList {
+  static constexpr int kCount = sizeof...(Kinds);
+  static constexpr bool kAnyPerChannel = (Kinds::kPerChannel || ...);
+  static constexpr QuantKind kTable[] = {QuantKind{Kinds::kBits, Kinds::kPerChannel, Kinds::kGroup}...};
+
+  // The most channel groups that a kind divides `dim` into.
+  static constexpr int max_groups(int dim) {
+    int most = 1;
+    ((most = Kinds::kGroup * most < dim && Kinds::kGroup > 0 ? dim / (Kinds::kGroup > 0 ? Kinds::kGroup : dim) : most),
+     ...);
+    return most;
+  }
+
+  template <typename Call>
+  __device__ __forceinline__ static void call(int number, const Call& call_with) {
+    if constexpr (kCount == 1) {
+      (call_with(Kinds{}), ...);
+    } else {
+      int i = 0;
+      ((number == i++ ? call_with(Kinds{}) : void()), ...);
+    }
+  }
+};
+
+// Of a kernel with one kind per token of keys and of values; zeros for any other, whose sizes come with the launch.
+template <class Keys, class Values>
+constexpr TileBytes fixed_tile_bytes(int dim, int pair_bytes) {
+  const QuantKind key = Keys::kTable[0], value = Values::kTable[0];
+  if (Keys::kCount > 1 || Values::kCount > 1 || key.per_channel || value.per_channel) return {};
+  const auto pairs = [&](QuantKind kind) {
+    return kTileTokens * (kind.group == 0 ? 1 : dim / kind.group) * pair_bytes;
+  };
+  return {kTileTokens * token_bytes(key.bits, dim), kTileTokens * token_bytes(value.bits, dim), pairs(key),
+          pairs(value)};
+}
+
+template <class Keys_, class Values_, int kDim_, int kTiles_, int kPairBytes_>
+struct Traits {
+  using Keys = Keys_;
+  using Values = Values_;
+  static constexpr int kDim = kDim_;  // of keys and values
+  static constexpr int kTiles = kTiles_;
+  static constexpr int kRows = 4 * kTiles;
+  static constexpr int kPairBytes = kPairBytes_;
+  static constexpr int kMaxWarps = kTiles == 4 || kTiles * kDim > 256 || kDim > 192 ? 8 : 12;  // what registers allow
+  using Queries = jax_foscar::cuda::Queries<kDim, kTiles, Keys::kAnyPerChannel>;
+  static constexpr int kGroups = Values::max_groups(padded_dim(kDim));
+  using Outputs = jax_foscar::cuda::Outputs<kDim, kTiles, kGroups>;
+  static constexpr int kQueriesBytes = (sizeof(Queries) + 15) / 16 * 16;
+  struct Sizes {
+    static constexpr TileBytes kBytes = fixed_tile_bytes<Keys, Values>(kDim, kPairBytes);
+    static constexpr bool kFixed = kBytes.total() != 0;
+    __device__ static TileBytes get(const Plan& plan) { return kFixed ? kBytes : plan.bytes; }
+  };
+  using Stream = TileStream<Sizes>;
+  // Shared memory of a warp beside its ring: the queries, the mbarriers, and one int a thread for find_start.
+  static constexpr int kWarpBytes = kQueriesBytes + Stream::kBarrierBytes + 4 * 32;
+};
+
+// The softmax state of the lane's query rows 4 tile + c, and what they see.
+template <int kTiles>
+struct Softmax {
+  float max[kTiles];  // of the base-2 logits
+  float sum[kTiles];  // of the lane's tokens
+  int end[kTiles];    // tokens below it are visible: the query's position + 1
+  int paged[kTiles];  // paged tokens below it are
+};
+
+// Turns scores into weights P = 2^(step * score - max), with a new maximum where a score asks for it.
+template <class T, int kCount>
+__device__ __forceinline__ void exponentiate(const float (&steps)[T::kTiles], float (&scores)[T::kTiles][kCount][2],
+                                             Softmax<T::kTiles>& softmax, typename T::Outputs& out) {
+#pragma unroll
+  for (int tile = 0; tile < T::kTiles; ++tile) {
+    const float step = steps[tile];
+    float max = scores[tile][0][0];
+#pragma unroll
+    for (int i = 1; i < 2 * kCount; ++i) max = fmaxf(max, scores[tile][i / 2][i % 2]);
+    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 4));
+    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 8));
+    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 16));
+    max = fmaxf(softmax.max[tile], max * step);
+    if (__any_sync(kAllLanes, max > softmax.max[tile])) {
+      // A lane without a new maximum may be at -inf, whose difference would be NaN.
+      const float alpha = max > softmax.max[tile] ? ptx::exp2(softmax.max[tile] - max) : 1.0f;
+      softmax.max[tile] = max;
+      softmax.sum[tile] *= alpha;
+#pragma unroll
+      for (int group = 0; group < T::kGroups; ++group) out.offsets[tile][group] *= alpha;
+#pragma unroll
+      for (int u = 0; u < T::Outputs::kRowTiles; ++u) out.sums[tile][u][0] *= alpha, out.sums[tile][u][1] *= alpha;
+    }
+    const float base = max == -INFINITY ? 0.0f : max;
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) {
+      float& p = scores[tile][i / 2][i % 2];
+      p = ptx::exp2(fmaf(p, step, -base));
+      softmax.sum[tile] += p;
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void attend_tile(const DecodeParams& params, const Plan& plan, const uint8_t* stage,
+                                            const ItemRows& rows, const RowWork& work, int first_token, bool masked,
+                                            int lane, typename T::Queries& queries, Softmax<T::kTiles>& softmax,
+                                            typename T::Outputs& out) {
+  constexpr int kTiles = T::kTiles, kDim = T::kDim, kPairBytes = T::kPairBytes;
+  float scores[kTiles][4][2], steps[kTiles];
+  T::Keys::call(plan.key_kind, [&](auto kind) {
+    using Key = decltype(kind);
+    const uint8_t* pairs = stage + T::Sizes::get(plan).key_params_at();
+    if constexpr (Key::kPerChannel) {
+      score_per_channel<Key::kBits, kPairBytes>(params, stage, pairs, lane, queries, scores);
+    } else {
+      constexpr int kGroup = Key::kGroup == 0 ? padded_dim(kDim) : Key::kGroup;
+      score_per_token<Key::kBits, kGroup, kPairBytes>(stage, pairs, queries, lane, scores);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      steps[tile] = Key::kPerChannel ? 1.0f : queries.rows[4 * tile + lane % 4].step;
+  });
+  if (masked) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int token = first_token + 8 * i + lane / 4;
+        if (token < params.windows.sink || token >= softmax.paged[tile]) scores[tile][i / 2][i % 2] = -INFINITY;
+      }
+    }
+  }
+  exponentiate<T>(steps, scores, softmax, out);
+  T::Values::call(plan.value_kind, [&](auto kind) {
+    using Value = decltype(kind);
+    const uint8_t* codes = stage + T::Sizes::get(plan).value_codes_at();
+    const uint8_t* pairs = stage + T::Sizes::get(plan).value_params_at();
+    if constexpr (Value::kPerChannel) {
+      add_values_per_channel<Value::kBits, kPairBytes>(codes, pairs, params.value.group,
+                                                       params.windows.sink - first_token, work.quantized - first_token,
+                                                       scores, lane, out);
+    } else {
+      constexpr int kGroup = Value::kGroup == 0 ? padded_dim(kDim) : Value::kGroup;
+      add_values_per_token<Value::kBits, kGroup, kPairBytes>(codes, pairs, masked, scores, lane, out);
+    }
+  });
+}
+
+template <class T>
+__device__ __forceinline__ void attend_exact(const DecodeParams& params, const ItemRows& rows, const RowWork& work,
+                                             int row, int kv_head, int unit, int lane, Softmax<T::kTiles>& softmax,
+                                             typename T::Outputs& out) {
+  const Windows& windows = params.windows;
+  const int64_t head =
+      (int64_t{row_entry(params, row, params.exact_rows)} * params.layers + work.layer) * params.num_kv_heads + kv_head;
+  const int64_t head_slots = head * (windows.sink + windows.ring);
+  ExactChunk chunk(work, windows, unit - work.tiles, lane);
+  float scores[T::kTiles][1][2], steps[T::kTiles];
+  score_exact<T::kDim>(params, rows, chunk, head_slots, lane, scores);
+  bool any[2] = {false, false};
+#pragma unroll
+  for (int tile = 0; tile < T::kTiles; ++tile) {
+    steps[tile] = 1.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int token = chunk.token[r];
+      const bool visible =
+          chunk.slot[r] >= 0 && token < softmax.end[tile] && (token < windows.sink || token >= softmax.paged[tile]);
+      any[r] |= visible;
+      float& score = scores[tile][0][r];
+      score = visible ? score * params.scale * 1.4426950408889634f : -INFINITY;
+    }
+  }
+  // Values that no query sees may be anything, and 0 * NaN is NaN: they are not read.
+  const unsigned four = 0xfu << (lane & ~3);  // the lanes of the same tokens
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if ((__ballot_sync(kAllLanes, any[r]) & four) == 0) chunk.slot[r] = -1;
+  }
+  exponentiate<T>(steps, scores, softmax, out);
+  add_values_exact(params, chunk, head_slots, scores, lane, out);
+}
+
+// Leaves an item, or the warp's part of it.
+template <class T>
+__device__ __forceinline__ void finish(const DecodeParams& params, const ItemRows& rows, bool whole, bool bad,
+                                       float* piece, int value_group, int lane, const typename T::Queries& queries,
+                                       Softmax<T::kTiles>& softmax, typename T::Outputs& out) {
+  const int g = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int tile = 0; tile < T::kTiles; ++tile) {
+    float sum = sum_over_tokens(softmax.sum[tile]);
+#pragma unroll
+    for (int group = 0; group < T::kGroups; ++group)
+      out.offsets[tile][group] = sum_over_tokens(out.offsets[tile][group]);
+    if (bad || !queries.rows[4 * tile + c].finite) sum = NAN;
+    const int64_t index = rows.index(4 * tile + c);
+    if (index < 0) continue;
+    const float factor = !whole ? 1.0f : sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (int u = 0; u < T::Outputs::kRowTiles; ++u) {
+      // The offset of the channel's group.
+      float offset = out.offsets[tile][0];
+#pragma unroll
+      for (int group = 1; group < T::kGroups; ++group) {
+        const float other = out.offsets[tile][group];
+        offset = 16 * u / value_group == group ? other : offset;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int channel = 16 * u + 8 * r + g;
+        if (T::kDim % 32 != 0 && channel >= T::kDim) continue;
+        const float x = (out.sums[tile][u][r] + offset) * factor;
+        if (whole) {
+          store_output(params, index * T::kDim + channel, x);
+        } else {
+          piece[(4 * tile + c) * T::kDim + channel] = x;
+        }
+      }
+    }
+    if (g != 0) continue;
+    if (whole) {
+      params.lse[index] = natural_lse(softmax.max[tile], sum);
+    } else {
+      piece[T::kRows * T::kDim + 4 * tile + c] = softmax.max[tile];
+      piece[T::kRows * (T::kDim + 1) + 4 * tile + c] = sum;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
+    decode_mma(const __grid_constant__ DecodeParams params, const __grid_constant__ Plan plan) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int ring = plan.stages * T::Sizes::get(plan).total();
+  uint8_t* const own = shared + warp * (ring + T::kQueriesBytes + T::Stream::kBarrierBytes);
+  typename T::Queries& queries = *reinterpret_cast<typename T::Queries*>(own + ring);
+  const int items = params.num_kv_heads * plan.blocks;
+  const int ratio = params.num_heads / params.num_kv_heads;
+
+  int* const scan = reinterpret_cast<int*>(shared + warps * (ring + T::kQueriesBytes + T::Stream::kBarrierBytes));
+  ptx::launch_dependents();  // combine.cu's CTAs may come as soon as there is room; they wait for this grid's end
+  const Start start = find_start(params, items, scan, plan.row_start);
+  if (start.count == 0) return;
+  typename T::Stream stream(params, plan, start, own, ptx::shared_address(own + ring + T::kQueriesBytes));
+
+  RowWork work = start.work;
+  int left = start.count;
+  int row = start.row, item = start.item, unit = start.unit;
+  while (true) {
+    // One item, or the part of it that is the warp's.
+    const int kv_head = item / plan.blocks, first_row = item % plan.blocks * T::kRows;
+    const ItemRows rows = {int64_t{row} * params.num_queries,
+                           first_row,
+                           params.num_queries * ratio,
+                           ratio,
+                           params.num_heads,
+                           kv_head * ratio};
+    T::Keys::call(plan.key_kind, [&](auto kind) {
+      using Key = decltype(kind);
+      constexpr int kGroup = Key::kGroup == 0 ? padded_dim(T::kDim) : Key::kGroup;
+      load_queries<Key::kBits, Key::kPerChannel, kGroup>(params, rows, lane, queries);
+    });
+    Softmax<T::kTiles> softmax;
+    typename T::Outputs out;
+    int lowest = work.quantized;
+#pragma unroll
+    for (int tile = 0; tile < T::kTiles; ++tile) {
+#pragma unroll
+      for (int group = 0; group < T::kGroups; ++group) out.offsets[tile][group] = 0.0f;
+#pragma unroll
+      for (int u = 0; u < T::Outputs::kRowTiles; ++u) out.sums[tile][u][0] = out.sums[tile][u][1] = 0.0f;
+      softmax.max[tile] = -INFINITY, softmax.sum[tile] = 0.0f;
+      softmax.end[tile] = 0, softmax.paged[tile] = work.quantized;
+      const int i = first_row + 4 * tile + lane % 4;
+      if (i < rows.count) {
+        const int position = work.length - params.num_queries + (params.num_queries == 1 ? 0 : i / ratio);
+        softmax.end[tile] = max(position + 1, 0);
+        softmax.paged[tile] = position < 0 ? 0 : min(params.windows.boundary(position, work.length), position + 1);
+        lowest = min(lowest, softmax.paged[tile]);
+      }
+    }
+    lowest = min(lowest, __shfl_xor_sync(kAllLanes, lowest, 1));
+    lowest = min(lowest, __shfl_xor_sync(kAllLanes, lowest, 2));
+
+    const bool begins_here = unit == 0;
+    const int end = min(work.units, unit + left);
+    left -= end - unit;
+    bool bad = false;
+    for (; unit < min(end, work.tiles); ++unit) {
+      stream.prefetch();
+      const uint8_t* stage = stream.wait();
+      bad |= stream.bad();
+      const int first_token = (work.first_tile + unit) * kTileTokens;
+      const bool masked = first_token < params.windows.sink || first_token + kTileTokens > lowest;
+      attend_tile<T>(params, plan, stage, rows, work, first_token, masked, lane, queries, softmax, out);
+      stream.next();
+    }
+    for (; unit < end; ++unit) attend_exact<T>(params, rows, work, row, kv_head, unit, lane, softmax, out);
+
+    finish<T>(params, rows, begins_here && end == work.units, bad,
+              plan.pieces + (int64_t{blockIdx.x * warps + warp} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
+              params.value.per_channel ? T::kDim : params.value.group, lane, queries, softmax, out);
+
+    if (left <= 0) break;
+    unit = 0;
+    if (++item == items) {
+      item = 0;
+      do work = row_work(params, ++row);
+      while (work.units == 0);
+    }
+  }
+}
+
+}  // namespace jax_foscar::cuda

@@ -1,0 +1,22 @@
+// Head dim 64.
+#include "decode_launch.cuh"
+
+namespace jax_foscar::cuda {
+namespace {
+
+using Any = KindList<Token<4>, Token<2>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
+
+constexpr DecodeVariant kVariants[] = {
+    one_kind<Token<4>, Token<4>, 64, 1>(),
+    one_kind<Token<2>, Token<2>, 64, 1>(),
+    any_kind<Any, 64, 1>(),
+    any_kind<Any, 64, 2>(),
+    any_kind<Any, 64, 4>(),
+    any_kind<Any, 64, 1, 8>(),
+};
+
+}  // namespace
+
+DecodeVariants decode_variants_d64() { return {std::begin(kVariants), std::end(kVariants)}; }
+
+}  // namespace jax_foscar::cuda

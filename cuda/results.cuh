@@ -1,0 +1,26 @@
+// How results leave: the output's dtype, and the log-sum-exp from a base-2 maximum and a sum.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "params.h"
+
+namespace jax_foscar::cuda {
+
+__device__ __forceinline__ void store_output(const DecodeParams& params, int64_t i, float x) {
+  if (params.q_dtype == DType::kBF16) {
+    static_cast<__nv_bfloat16*>(params.out)[i] = __float2bfloat16_rn(x);
+  } else if (params.q_dtype == DType::kF16) {
+    static_cast<__half*>(params.out)[i] = __float2half_rn(x);
+  } else {
+    static_cast<float*>(params.out)[i] = x;
+  }
+}
+
+// -inf where no token was seen, NaN where the sum is.
+__device__ __forceinline__ float natural_lse(float max, float sum) {
+  return sum == 0.0f ? -INFINITY : fmaf(max, 0.69314718055994531f, logf(sum));
+}
+
+}  // namespace jax_foscar::cuda

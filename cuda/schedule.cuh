@@ -1,0 +1,148 @@
+// Who does what, decided on the device from the real lengths.
+//
+// The work is one flattened list of units: rows in order, in each row its items (KV head x block of query rows) in
+// order, in each item first the row's tiles of 64 quantized tokens, then its chunks of 16 exact tokens.  The list is
+// cut into equal contiguous ranges (all counts stay below 2^31: decode_mma.cu checks), one a worker (a warp), so that a
+// ragged batch or a single row fills the chip, and an item wholly inside one range needs no combining.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_foscar::cuda {
+
+inline constexpr int kExactTokens = 16;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// One row's work; every item of the row has the same.
+struct RowWork {
+  int length;  // tokens cached
+  int layer;
+  int quantized;    // tokens below it are in pages, but for the sinks
+  int first_tile;   // of the paged tokens
+  int tiles;        // of 64 paged tokens
+  int exact_begin;  // exact tokens: [0, exact_sinks) and [exact_begin, length)
+  int exact_sinks;
+  int units;  // tiles, then chunks of exact tokens; 0 for a row that is empty or cannot be read
+  bool bad;   // the length or the layer is out of range: the row's results are NaN
+};
+
+// DecodeParams::row_entry without its 64-bit division where it is not needed.
+__device__ __forceinline__ int row_entry(const DecodeParams& params, int row, int rows) {
+  return rows == params.batch ? row : rows == 1 ? 0 : params.row_entry(row, rows);
+}
+
+// Not inlined: it is long, and rare.
+__device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int row) {
+  const Windows& windows = params.windows;
+  RowWork work = {};
+  work.length = max(params.length[row_entry(params, row, params.length_rows)], 0);
+  work.layer = params.layer[row_entry(params, row, params.layer_rows)];
+  work.bad =
+      work.length > int64_t{params.table_width} * params.page_size || work.layer < 0 || work.layer >= params.layers;
+  if (work.bad) return work;
+  work.quantized = windows.ring == 0 ? work.length : windows.quantized_length(work.length);
+  work.first_tile = windows.sink / kTileTokens;
+  if (work.quantized > windows.sink) work.tiles = (work.quantized - 1) / kTileTokens + 1 - work.first_tile;
+  if (windows.ring > 0 && work.length > 0) {
+    // The oldest query reaches furthest back into the ring.
+    const int oldest = max(work.length - params.num_queries, 0);
+    work.exact_sinks = min(windows.sink, work.length);
+    work.exact_begin = max(windows.sink, windows.boundary(oldest, work.length));
+  } else {
+    work.exact_begin = work.length;
+  }
+  const int exact = work.exact_sinks + max(work.length - work.exact_begin, 0);
+  work.units = work.tiles + (exact + kExactTokens - 1) / kExactTokens;
+  return work;
+}
+
+// The query rows of one item.
+struct ItemRows {
+  int64_t first_query;  // row * T
+  int first, count;     // of the KV head's T * ratio rows: the item's first, and how many there are
+  int ratio, num_heads, first_head;
+
+  // Index in [B, T, N] of the item's row r, or -1 past the last.
+  __device__ __forceinline__ int64_t index(int r) const {
+    const int i = first + r;
+    return i < count ? (first_query + i / ratio) * num_heads + first_head + i % ratio : -1;
+  }
+};
+
+// The cut of the list: the first `extra` of `workers` ranges have `base` + 1 units, the others `base`.
+struct Cut {
+  int base, extra;
+
+  __device__ __forceinline__ Cut(int units, int workers) : base(units / workers), extra(units % workers) {}
+  // First unit of a worker's range.
+  __device__ __forceinline__ int begin(int worker) const { return worker * base + min(worker, extra); }
+  __device__ __forceinline__ int count(int worker) const { return base + (worker < extra); }
+  // The worker whose range holds a unit.
+  __device__ __forceinline__ int owner(int unit) const {
+    const int long_units = extra * (base + 1);
+    return unit < long_units ? unit / (base + 1) : extra + (unit - long_units) / base;
+  }
+};
+
+// Where a worker begins.
+struct Start {
+  int row, item, unit;
+  int count;     // units of the range
+  RowWork work;  // of the row
+};
+
+// Every CTA sums all rows' units (a thread takes `chunk` neighbouring rows), then every warp finds its own range.  CTA
+// 0 leaves each row's first unit, counted for one item, in `row_start` for the combine kernel.  `scan` has one int a
+// thread.
+__device__ inline Start find_start(const DecodeParams& params, int items, int* scan, int* row_start) {
+  const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32, warps = threads / 32;
+  const int chunk = (params.batch + threads - 1) / threads;
+  const int first = min(thread * chunk, params.batch), last = min(first + chunk, params.batch);
+  int sum = 0;
+  for (int row = first; row < last; ++row) sum += row_work(params, row).units;
+  int inclusive = sum;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, inclusive, distance);
+    if (lane >= distance) inclusive += other;
+  }
+  scan[thread] = inclusive;  // of the warp, so far
+  __syncthreads();
+  int before = 0;
+  for (int w = 0; w < warp; ++w) before += scan[32 * w + 31];
+  __syncthreads();
+  scan[thread] = inclusive + before;
+  __syncthreads();
+
+  if (blockIdx.x == 0) {
+    int start = inclusive + before - sum;
+    for (int row = first; row < last; ++row) {
+      row_start[row] = start;
+      if (chunk > 1) start += row_work(params, row).units;
+    }
+    if (thread == threads - 1) row_start[params.batch] = inclusive + before;
+  }
+
+  const Cut cut(scan[threads - 1] * items, gridDim.x * warps);
+  const int worker = blockIdx.x * warps + warp;
+  Start start = {};
+  start.count = cut.count(worker);
+  if (start.count == 0) return start;
+  const int begin = cut.begin(worker), target = begin / items;
+  int chunks_before = 0;
+  for (int i = 0; i < threads; i += 32) chunks_before += __popc(__ballot_sync(kAllLanes, scan[i + lane] <= target));
+  int units_before = chunks_before == 0 ? 0 : scan[chunks_before - 1];
+  start.row = chunks_before * chunk;
+  while (true) {
+    start.work = row_work(params, start.row);
+    if (units_before + start.work.units > target) break;
+    units_before += start.work.units;
+    ++start.row;
+  }
+  const int unit = begin - units_before * items;  // in the row, items one after the other
+  start.item = unit / start.work.units, start.unit = unit % start.work.units;
+  return start;
+}
+
+}  // namespace jax_foscar::cuda

@@ -1,0 +1,96 @@
+"""The instruction budget, held from SASS without a GPU (benchmarks/instructions.py counts, and prints the tables)."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "instructions.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("instructions", SCRIPT)
+    sys.modules["instructions"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+instructions = load_script()
+
+# ALU operations per KV element.  One LOP3 masks four u8 codes; keys pay a shift a word besides, which keeps the power
+# of two on a code at 4 or less: 1/16 for 2-bit words of 16 codes, 1/8 for 4-bit words of 8.
+BUDGET = {
+    "int4_keys_u8": 0.375,
+    "int2_keys_u8": 0.3125,
+    "int4_values_u8": 0.25,
+    "int2_values_u8": 0.25,
+    "int4_values_f16": 0.625,
+    "int2_values_f16": 0.5625,
+}
+# Local-memory accesses a tile, of the loops that have any.
+SPILLS = {
+    "k2t,v2t D=128 rows=16": 2,
+    "k4t,v4t D=128 rows=16": 2,
+    "k4t64,v4c D=128 rows=16": 2,
+    "k4t64,v4c D=128 rows=4": 4,
+}
+# Instructions a tile that still keep up with an H200's memory (docs/kernel-notes.md, "Roofline arithmetic").
+TILE_BUDGET = {"k2t,v2t D=128 rows=4": 680, "k4t,v4t D=128 rows=4": 1360}
+
+
+def need(*tools):
+    for tool in tools:
+        if instructions.find_tool(tool) is None:
+            pytest.skip(f"{tool} is neither on PATH nor installed")
+
+
+@pytest.fixture(scope="module")
+def forms():
+    need("nvcc", "nvdisasm")
+    return {
+        name: instructions.alu(unit).total() / elements
+        for name, (elements, unit) in instructions.operand_forms("sm_90").items()
+    }
+
+
+@pytest.fixture(scope="module")
+def module():
+    need("cuobjdump", "nvdisasm")
+    path = instructions.find_module()
+    if path is None:
+        pytest.skip("jax_foscar has no CUDA module here")
+    return path
+
+
+@pytest.mark.parametrize("form", BUDGET)
+def test_operand_budget(forms, form):
+    assert forms[form] <= BUDGET[form]
+
+
+@pytest.mark.parametrize("form", ["int4_values_bf16", "int2_values_bf16"])
+def test_comparison_is_fair(forms, form):
+    """The published form costs the published 1.00, less the one shift in a word that nobody needs."""
+    assert 0.87 <= forms[form] <= 1.0
+
+
+def test_code_for_every_architecture(module):
+    assert not instructions.missing_code(module, instructions.module_architectures(module))
+
+
+def test_main_loops(module):
+    """Of the kernels for one kind of keys and values: hardly a spill, and operands as cheap as the forms alone."""
+    sass, _ = instructions.code_in(module)
+    if not any(arch.startswith("sm_90") for arch in sass):
+        pytest.skip(f"the module has no code for sm_90, only for {', '.join(sorted(sass))}")
+    loops = [loop for loop in instructions.main_loops(module, "sm_90") if loop.kernel.one_kind]
+    assert loops
+    assert {str(loop.kernel): loop.spills for loop in loops if loop.spills > SPILLS.get(str(loop.kernel), 0)} == {}
+    for loop in loops:
+        assert loop.counts is not None, f"{loop.kernel}: its MMAs do not add up to a tile's elements"
+        for name, kinds in ("K", loop.kernel.keys), ("V", loop.kernel.values):
+            form = f"int{kinds[0][0]}_{'keys' if name == 'K' else 'values'}_u8"
+            assert loop.operand[name] <= BUDGET[form], loop.kernel
+    totals = {str(loop.kernel): loop.counts.total() for loop in loops}
+    for kernel, budget in TILE_BUDGET.items():
+        assert totals[kernel] <= budget, kernel
