@@ -26,10 +26,10 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers in PyTorch share the GPU's memory
 
 import jax
-import jax_contenders
-from shapes import SHAPES, Shape
 
+import jax_contenders
 from jax_foscar import KVFormat
+from shapes import SHAPES, Shape
 
 HERE = Path(__file__).parent
 

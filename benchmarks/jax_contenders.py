@@ -10,9 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import Shape
 
 from jax_foscar import KVCache, KVFormat, Pages, decode_attention
+from shapes import Shape
 
 COLD_BYTES = 1 << 30
 ERROR_LIMIT = {"float32": 1e-3, "bfloat16": 5e-3, "float16": 2e-3}  # relative L2; the low ones are the dtype's rounding

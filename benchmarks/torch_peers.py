@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+
 from shapes import Shape
 
 PAGE = 64

@@ -17,11 +17,28 @@ ffi::Error DecodeAttentionImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyB
                                int32_t key_per_channel, int32_t value_bits, int32_t value_group,
                                int32_t value_per_channel, int32_t sink_tokens, int32_t recent_tokens) {
   DecodeParams params;
-  const auto error =
-      fill_params({q, key_codes, key_params, value_codes, value_params, page_table, length, layer, exact_key,
-                   exact_value, *out, *lse, scale, key_bits, key_group, key_per_channel, value_bits, value_group,
-                   value_per_channel, sink_tokens, recent_tokens},
-                  &params);
+  const auto error = fill_params({q,
+                                  key_codes,
+                                  key_params,
+                                  value_codes,
+                                  value_params,
+                                  page_table,
+                                  length,
+                                  layer,
+                                  exact_key,
+                                  exact_value,
+                                  *out,
+                                  *lse,
+                                  scale,
+                                  key_bits,
+                                  key_group,
+                                  key_per_channel,
+                                  value_bits,
+                                  value_group,
+                                  value_per_channel,
+                                  sink_tokens,
+                                  recent_tokens},
+                                 &params);
   if (error.failure()) return error;
   decode_attention(params, static_cast<int>(pool.num_threads()) - 1,
                    [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });

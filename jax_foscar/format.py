@@ -150,6 +150,13 @@ class KVFormat:
         return self.token_group > 1 or self.sink_tokens > 0 or self.recent_tokens > 0
 
     @property
+    def absent(self) -> frozenset[str]:
+        """Arrays of a cache, by operand name, that this format does not have."""
+        names = {"key_params": self.key.quantized, "value_params": self.value.quantized}
+        names |= {"exact_key": self.keeps_exact, "exact_value": self.keeps_exact}
+        return frozenset(name for name, there in names.items() if not there)
+
+    @property
     def ring(self) -> int:
         """Slots of the ring of newest exact tokens, a row and layer; 0 where nothing is kept exact."""
         if not self.keeps_exact:

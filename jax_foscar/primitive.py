@@ -48,14 +48,8 @@ POOLS = ("key_codes", "key_params", "value_codes", "value_params")
 
 def _named(present: Any, fmt: KVFormat) -> Operands:
     """The inverse of ``Operands.present``."""
-    absent = {
-        "key_params": not fmt.key.quantized,
-        "value_params": not fmt.value.quantized,
-        "exact_key": not fmt.keeps_exact,
-        "exact_value": not fmt.keeps_exact,
-    }
     rest = iter(present)
-    return Operands(*(None if absent.get(name) else next(rest) for name in Operands._fields))
+    return Operands(*(None if name in fmt.absent else next(rest) for name in Operands._fields))
 
 
 decode_attention_p = Primitive("jax_foscar_decode_attention")

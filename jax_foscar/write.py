@@ -46,14 +46,8 @@ def _present(written: Written) -> list[Any]:
 
 
 def _named(args: Any, fmt: KVFormat) -> tuple[Written, Given]:
-    absent = {
-        "key_params": not fmt.key.quantized,
-        "value_params": not fmt.value.quantized,
-        "exact_key": not fmt.keeps_exact,
-        "exact_value": not fmt.keeps_exact,
-    }
     rest = iter(args)
-    written = Written(*(None if absent.get(name) else next(rest) for name in Written._fields))
+    written = Written(*(None if name in fmt.absent else next(rest) for name in Written._fields))
     return written, Given(*rest)
 
 

@@ -146,10 +146,9 @@ def test_scratch_memory_is_what_the_kernels_need():
     module = native.module("cuda")
     if module is None:
         pytest.skip("the CUDA module is not built here")
-    for batch, queries, ratio, kv_heads, dim in itertools.product(
-        (1, 5, 128), (1, 2, 9), (1, 4, 7), (1, 8), (64, 128, 256)
-    ):
-        sizes = batch, queries, ratio * kv_heads, kv_heads, dim
+    cases = itertools.product((1, 5, 128), (1, 2, 9), (1, 4, 7), (1, 8), (64, 128, 256))
+    for batch, num_queries, ratio, kv_heads, dim in cases:
+        sizes = batch, num_queries, ratio * kv_heads, kv_heads, dim
         assert workspace_bytes(*sizes) == module.workspace_bytes(*sizes)
 
 

@@ -1,22 +1,14 @@
 """The instruction budget, held from SASS without a GPU (benchmarks/instructions.py counts, and prints the tables)."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "instructions.py"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("instructions", SCRIPT)
-    sys.modules["instructions"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-instructions = load_script()
+import instructions
+import sass
 
 # ALU operations per KV element.  One LOP3 masks four u8 codes; keys pay a shift a word besides, which keeps the power
 # of two on a code at 4 or less: 1/16 for 2-bit words of 16 codes, 1/8 for 4-bit words of 8.
@@ -41,7 +33,7 @@ TILE_BUDGET = {"k2t,v2t D=128 rows=4": 680, "k4t,v4t D=128 rows=4": 1360}
 
 def need(*tools):
     for tool in tools:
-        if instructions.find_tool(tool) is None:
+        if sass.find_tool(tool) is None:
             pytest.skip(f"{tool} is neither on PATH nor installed")
 
 
@@ -80,9 +72,9 @@ def test_code_for_every_architecture(module):
 
 def test_main_loops(module):
     """Of the kernels for one kind of keys and values: hardly a spill, and operands as cheap as the forms alone."""
-    sass, _ = instructions.code_in(module)
-    if not any(arch.startswith("sm_90") for arch in sass):
-        pytest.skip(f"the module has no code for sm_90, only for {', '.join(sorted(sass))}")
+    archs, _ = instructions.code_in(module)
+    if not any(arch.startswith("sm_90") for arch in archs):
+        pytest.skip(f"the module has no code for sm_90, only for {', '.join(sorted(archs))}")
     loops = [loop for loop in instructions.main_loops(module, "sm_90") if loop.kernel.one_kind]
     assert loops
     assert {str(loop.kernel): loop.spills for loop in loops if loop.spills > SPILLS.get(str(loop.kernel), 0)} == {}
