@@ -506,3 +506,16 @@ def test_export_without_the_checks_is_refused_by_jax():
     args = jax.eval_shape(export_args)
     with pytest.raises(ValueError, match="jax_foscar_decode_attention"):
         jax.export.export(jax.jit(export_me), platforms=["cuda"])(*args)
+
+
+@kernels
+def test_many_independent_calls_in_one_program(kernel):
+    """XLA may run them at once, on the very threads that the kernel asks for help: none may wait for another."""
+    with on(kernel):
+        fmt = KVFormat.parse("k4t,v4t")
+        sizes = {"batch": 2, "max_length": 2048, "num_layers": 32, "num_kv_heads": 4, "head_dim": 64}
+        cache, q = KVCache.create(fmt, **sizes).advance(2000), queries((2, 8, 64))
+        program = jax.jit(lambda q, cache: [decode_attention(q, cache, layer=i) for i in range(32)])
+        for _ in range(5):
+            for out in program(q, cache):
+                np.testing.assert_array_equal(out, np.zeros((2, 8, 64)))
