@@ -60,7 +60,8 @@ class Tolerance:
 
 # The kernels fold the affine terms, so that rounding is relative to the larger of ``scale * (Q . codes)`` and
 # ``offset * sum(Q)`` and not to their sum. Tuned CUDA kernels may be given a floor of 1e-3 here.
-# XLA's own exponentials on a GPU are a few ulps coarser than numpy's.
+# On a GPU XLA misses the CPU's floor (one element by 9e-6 in test_scale; the cause was not looked for). "cuda" is the
+# tensor-core kernel's bound, and also holds the portable kernel, which alone met 1e-6.
 TOLERANCES = {
     "xla": Tolerance(floor=2e-7 if jax.default_backend() == "cpu" else 1e-5),
     "cpu": Tolerance(floor=1e-6),
