@@ -8,11 +8,12 @@
 
 #include "decode_mma.cuh"
 #include "decode_variants.h"
+#include "launch_overlap.h"
 
 namespace jax_foscar::cuda {
 
 template <class T>
-const char* launch_variant(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared,
+const char* launch_variant(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared, bool overlap,
                            CUstream_st* stream) {
   // A function's limit on shared memory belongs to a device: raised once on each.
   constexpr int kMaxDevices = 64;
@@ -32,6 +33,8 @@ const char* launch_variant(const DecodeParams& params, const Plan& plan, int gri
   config.blockDim = dim3(32 * warps);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
+  LaunchOverlap attribute;
+  if (overlap) attribute.add_to(&config);
   error = cudaLaunchKernelEx(&config, decode_mma<T>, params, plan);
   if (error == cudaSuccess) error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -39,8 +42,8 @@ const char* launch_variant(const DecodeParams& params, const Plan& plan, int gri
 
 template <class T>
 constexpr DecodeVariant variant() {
-  return {T::kDim,         T::kTiles,         T::kPairBytes, T::Keys::kTable, T::Values::kTable,
-          T::Keys::kCount, T::Values::kCount, T::kMaxWarps,  T::kWarpBytes,   launch_variant<T>};
+  return {T::kDim,           T::kTiles,    T::kPairBytes,     T::Keys::kTable, T::Values::kTable, T::Keys::kCount,
+          T::Values::kCount, T::kMaxWarps, T::Sizes::kStages, T::kWarpBytes,   launch_variant<T>};
 }
 
 // Kinds by name: per token with `group` channels (0: the whole head), per channel.

@@ -98,6 +98,9 @@ const char* refuse_decode_mma(const DecodeParams& params) {
   const int64_t rows = 4 * choice.variant->tiles, blocks = (rows_a_kv_head(params) + rows - 1) / rows;
   if (most_units * params.batch * params.num_kv_heads * blocks > INT32_MAX)
     return "jax_foscar decode_attention: too much work for the fast kernel's 32-bit counts";
+  if (int64_t{params.pools} * params.layers * params.pages * params.num_kv_heads * params.page_size / kTileTokens >
+      INT32_MAX)
+    return "jax_foscar decode_attention: too many pages for the fast kernel's 32-bit counts";
   for (const OperandParams* operand : {&params.key, &params.value}) {
     if (operand->per_channel && operand->group != 32 && operand->group != 64)
       return "jax_foscar decode_attention: the fast kernel takes token groups of 32 or 64";
@@ -125,17 +128,21 @@ const char* launch_decode_mma(const DecodeParams& params, void* workspace, size_
   plan.bytes = tile_bytes(params, variant.pair_bytes);
   plan.row_start = static_cast<int*>(workspace);
   plan.pieces = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + workspace_header_bytes(params.batch));
-  // As many warps as shared memory holds with two stages each, then as many stages.
+  // As many warps as shared memory holds, with two stages each where the number is free, then as many stages.
   const auto warp_shared = [&](int stages) { return stages * plan.bytes.total() + variant.warp_bytes; };
-  const int warps = std::min(variant.max_warps, facts.shared / warp_shared(2));
+  plan.stages = variant.stages > 0 ? variant.stages : 2;
+  const int warps = std::min(variant.max_warps, facts.shared / warp_shared(plan.stages));
   if (warps == 0) return "jax_foscar decode_attention: a tile does not fit the device's shared memory";
-  plan.stages = 2;
-  while (plan.stages < kMaxStages && warps * warp_shared(plan.stages + 1) <= facts.shared) ++plan.stages;
+  while (variant.stages == 0 && plan.stages < kMaxStages && warps * warp_shared(plan.stages + 1) <= facts.shared)
+    ++plan.stages;
 
   const int grid = std::min(facts.sms, kMaxWorkers / warps);
-  const char* failure = variant.launch(params, plan, grid, warps, warps * warp_shared(plan.stages), stream);
+  if (grid * warps < params.num_kv_heads)
+    return "jax_foscar decode_attention: more KV heads than the device runs warps";
+  const bool overlap = facts.major >= 9;
+  const char* failure = variant.launch(params, plan, grid, warps, warps * warp_shared(plan.stages), overlap, stream);
   if (failure != nullptr) return failure;
-  return launch_combine(params, plan.row_start, plan.pieces, grid * warps, rows, plan.blocks, facts.major >= 9, stream);
+  return launch_combine(params, plan.row_start, plan.pieces, grid * warps, rows, plan.blocks, overlap, stream);
 }
 
 }  // namespace jax_foscar::cuda

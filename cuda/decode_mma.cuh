@@ -62,6 +62,14 @@ constexpr TileBytes fixed_tile_bytes(int dim, int pair_bytes) {
           pairs(value)};
 }
 
+inline constexpr int kScanBytes = 4 * 32;  // of a warp, for find_start
+
+// As many stages as Hopper's shared memory holds for all warps, but at least two.
+constexpr int fixed_stages(int warps, int tile_bytes, int own_bytes) {
+  const int stages = ((227 << 10) / warps - own_bytes - kScanBytes) / tile_bytes;
+  return stages < 2 ? 2 : stages > kMaxStages ? kMaxStages : stages;
+}
+
 template <class Keys_, class Values_, int kDim_, int kTiles_, int kPairBytes_>
 struct Traits {
   using Keys = Keys_;
@@ -74,15 +82,21 @@ struct Traits {
   using Queries = jax_foscar::cuda::Queries<kDim, kTiles, Keys::kAnyPerChannel>;
   static constexpr int kGroups = Values::max_groups(padded_dim(kDim));
   using Outputs = jax_foscar::cuda::Outputs<kDim, kTiles, kGroups>;
-  static constexpr int kQueriesBytes = (sizeof(Queries) + 15) / 16 * 16;
+  // What a warp has behind its ring.  Rings begin at multiples of 128 bytes: copies to other addresses cost 5 % of the
+  // read rate.
+  struct alignas(128) Own {
+    Queries queries;
+    uint64_t barriers[kNumBarriers];
+  };
   struct Sizes {
     static constexpr TileBytes kBytes = fixed_tile_bytes<Keys, Values>(kDim, kPairBytes);
     static constexpr bool kFixed = kBytes.total() != 0;
+    static constexpr int kStages = kFixed ? fixed_stages(kMaxWarps, kBytes.total(), sizeof(Own)) : 0;
     __device__ static TileBytes get(const Plan& plan) { return kFixed ? kBytes : plan.bytes; }
+    __device__ static int stages(const Plan& plan) { return kFixed ? kStages : plan.stages; }
   };
   using Stream = TileStream<Sizes>;
-  // Shared memory of a warp beside its ring: the queries, the mbarriers, and one int a thread for find_start.
-  static constexpr int kWarpBytes = kQueriesBytes + Stream::kBarrierBytes + 4 * 32;
+  static constexpr int kWarpBytes = sizeof(Own) + kScanBytes;  // of shared memory, beside the ring
 };
 
 // The softmax state of the lane's query rows 4 tile + c, and what they see.
@@ -94,6 +108,10 @@ struct Softmax {
   int paged[kTiles];  // paged tokens below it are
 };
 
+// How far (base 2) a score may pass the maximum before that is renewed: weights up to 2^kSlack do no harm, and most
+// tiles need no exchange between lanes.
+inline constexpr float kSlack = 4.0f;
+
 // Turns scores into weights P = 2^(step * score - max), with a new maximum where a score asks for it.
 template <class T, int kCount>
 __device__ __forceinline__ void exponentiate(const float (&steps)[T::kTiles], float (&scores)[T::kTiles][kCount][2],
@@ -104,11 +122,12 @@ __device__ __forceinline__ void exponentiate(const float (&steps)[T::kTiles], fl
     float max = scores[tile][0][0];
 #pragma unroll
     for (int i = 1; i < 2 * kCount; ++i) max = fmaxf(max, scores[tile][i / 2][i % 2]);
-    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 4));
-    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 8));
-    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 16));
-    max = fmaxf(softmax.max[tile], max * step);
-    if (__any_sync(kAllLanes, max > softmax.max[tile])) {
+    max *= step;
+    if (__any_sync(kAllLanes, max > softmax.max[tile] + kSlack)) {
+      max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 4));
+      max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 8));
+      max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 16));
+      max = fmaxf(softmax.max[tile], max);
       // A lane without a new maximum may be at -inf, whose difference would be NaN.
       const float alpha = max > softmax.max[tile] ? ptx::exp2(softmax.max[tile] - max) : 1.0f;
       softmax.max[tile] = max;
@@ -118,7 +137,7 @@ __device__ __forceinline__ void exponentiate(const float (&steps)[T::kTiles], fl
 #pragma unroll
       for (int u = 0; u < T::Outputs::kRowTiles; ++u) out.sums[tile][u][0] *= alpha, out.sums[tile][u][1] *= alpha;
     }
-    const float base = max == -INFINITY ? 0.0f : max;
+    const float base = softmax.max[tile] == -INFINITY ? 0.0f : softmax.max[tile];
 #pragma unroll
     for (int i = 0; i < 2 * kCount; ++i) {
       float& p = scores[tile][i / 2][i % 2];
@@ -129,12 +148,13 @@ __device__ __forceinline__ void exponentiate(const float (&steps)[T::kTiles], fl
 }
 
 template <class T>
-__device__ __forceinline__ void attend_tile(const DecodeParams& params, const Plan& plan, const uint8_t* stage,
-                                            const ItemRows& rows, const RowWork& work, int first_token, bool masked,
-                                            int lane, typename T::Queries& queries, Softmax<T::kTiles>& softmax,
+__device__ __forceinline__ void attend_tile(const DecodeParams& params, const Plan& plan, typename T::Stream& stream,
+                                            const RowWork& work, int first_token, bool masked, int lane,
+                                            typename T::Queries& queries, Softmax<T::kTiles>& softmax,
                                             typename T::Outputs& out) {
   constexpr int kTiles = T::kTiles, kDim = T::kDim, kPairBytes = T::kPairBytes;
   float scores[kTiles][4][2], steps[kTiles];
+  const uint8_t* stage = stream.keys();
   T::Keys::call(plan.key_kind, [&](auto kind) {
     using Key = decltype(kind);
     const uint8_t* pairs = stage + T::Sizes::get(plan).key_params_at();
@@ -148,6 +168,7 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
     for (int tile = 0; tile < kTiles; ++tile)
       steps[tile] = Key::kPerChannel ? 1.0f : queries.rows[4 * tile + lane % 4].step;
   });
+  stream.replace_keys();
   if (masked) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -159,6 +180,7 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
     }
   }
   exponentiate<T>(steps, scores, softmax, out);
+  stage = stream.values();
   T::Values::call(plan.value_kind, [&](auto kind) {
     using Value = decltype(kind);
     const uint8_t* codes = stage + T::Sizes::get(plan).value_codes_at();
@@ -172,6 +194,7 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
       add_values_per_token<Value::kBits, kGroup, kPairBytes>(codes, pairs, masked, scores, lane, out);
     }
   });
+  stream.replace_values();
 }
 
 template <class T>
@@ -219,8 +242,11 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
   for (int tile = 0; tile < T::kTiles; ++tile) {
     float sum = sum_over_tokens(softmax.sum[tile]);
 #pragma unroll
-    for (int group = 0; group < T::kGroups; ++group)
+    for (int group = 0; group < T::kGroups; ++group) {
+      const unsigned negative = __ballot_sync(kAllLanes, out.weight_bits[tile][group] & kNegative);
       out.offsets[tile][group] = sum_over_tokens(out.offsets[tile][group]);
+      if (negative & 0x11111111u << c) out.offsets[tile][group] = NAN;
+    }
     if (bad || !queries.rows[4 * tile + c].finite) sum = NAN;
     const int64_t index = rows.index(4 * tile + c);
     if (index < 0) continue;
@@ -261,42 +287,51 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     decode_mma(const __grid_constant__ DecodeParams params, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int ring = plan.stages * T::Sizes::get(plan).total();
-  uint8_t* const own = shared + warp * (ring + T::kQueriesBytes + T::Stream::kBarrierBytes);
-  typename T::Queries& queries = *reinterpret_cast<typename T::Queries*>(own + ring);
-  const int items = params.num_kv_heads * plan.blocks;
+  const int ring = T::Sizes::stages(plan) * T::Sizes::get(plan).total();
+  uint8_t* const stages = shared + warp * (ring + sizeof(typename T::Own));
+  typename T::Own& own = *reinterpret_cast<typename T::Own*>(stages + ring);
+  typename T::Queries& queries = own.queries;
   const int ratio = params.num_heads / params.num_kv_heads;
 
-  int* const scan = reinterpret_cast<int*>(shared + warps * (ring + T::kQueriesBytes + T::Stream::kBarrierBytes));
+  int* const scan = reinterpret_cast<int*>(shared + warps * (ring + sizeof(typename T::Own)));
+  ptx::wait_for_dependency();
   ptx::launch_dependents();  // combine.cu's CTAs may come as soon as there is room; they wait for this grid's end
-  const Start start = find_start(params, items, scan, plan.row_start);
+  const Start start = find_start(params, plan.blocks, scan, plan.row_start);
   if (start.count == 0) return;
-  typename T::Stream stream(params, plan, start, own, ptx::shared_address(own + ring + T::kQueriesBytes));
-
-  RowWork work = start.work;
-  int left = start.count;
-  int row = start.row, item = start.item, unit = start.unit;
-  while (true) {
-    // One item, or the part of it that is the warp's.
-    const int kv_head = item / plan.blocks, first_row = item % plan.blocks * T::kRows;
-    const ItemRows rows = {int64_t{row} * params.num_queries,
-                           first_row,
-                           params.num_queries * ratio,
-                           ratio,
-                           params.num_heads,
-                           kv_head * ratio};
+  const int kv_head = start.kv_head;
+  const auto rows_of = [&](int row, int block) {
+    return ItemRows{int64_t{row} * params.num_queries,
+                    block * T::kRows,
+                    params.num_queries * ratio,
+                    ratio,
+                    params.num_heads,
+                    kv_head * ratio};
+  };
+  const auto load = [&](const ItemRows& rows) {
     T::Keys::call(plan.key_kind, [&](auto kind) {
       using Key = decltype(kind);
       constexpr int kGroup = Key::kGroup == 0 ? padded_dim(T::kDim) : Key::kGroup;
       load_queries<Key::kBits, Key::kPerChannel, kGroup>(params, rows, lane, queries);
     });
+  };
+  load(rows_of(start.row, start.block));  // before the copies, or it would wait behind them
+  typename T::Stream stream(params, plan, start, stages, own.barriers);
+
+  RowWork work = start.work;
+  int left = start.count;
+  int row = start.row, block = start.block, unit = start.unit;
+  while (true) {
+    // One item, or the part of it that is the warp's.
+    const int first_row = block * T::kRows;
+    const ItemRows rows = rows_of(row, block);
     Softmax<T::kTiles> softmax;
     typename T::Outputs out;
     int lowest = work.quantized;
 #pragma unroll
     for (int tile = 0; tile < T::kTiles; ++tile) {
 #pragma unroll
-      for (int group = 0; group < T::kGroups; ++group) out.offsets[tile][group] = 0.0f;
+      for (int group = 0; group < T::kGroups; ++group)
+        out.offsets[tile][group] = 0.0f, out.weight_bits[tile][group] = 0;
 #pragma unroll
       for (int u = 0; u < T::Outputs::kRowTiles; ++u) out.sums[tile][u][0] = out.sums[tile][u][1] = 0.0f;
       softmax.max[tile] = -INFINITY, softmax.sum[tile] = 0.0f;
@@ -315,29 +350,29 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     const bool begins_here = unit == 0;
     const int end = min(work.units, unit + left);
     left -= end - unit;
-    bool bad = false;
+    // Tiles of which every query sees every token.
+    const int plain_begin = (params.windows.sink + kTileTokens - 1) / kTileTokens - work.first_tile;
+    const int plain_end = lowest / kTileTokens - work.first_tile;
+    const bool has_tiles = unit < min(end, work.tiles);
     for (; unit < min(end, work.tiles); ++unit) {
-      stream.prefetch();
-      const uint8_t* stage = stream.wait();
-      bad |= stream.bad();
       const int first_token = (work.first_tile + unit) * kTileTokens;
-      const bool masked = first_token < params.windows.sink || first_token + kTileTokens > lowest;
-      attend_tile<T>(params, plan, stage, rows, work, first_token, masked, lane, queries, softmax, out);
-      stream.next();
+      const bool masked = unit < plain_begin || unit >= plain_end;
+      attend_tile<T>(params, plan, stream, work, first_token, masked, lane, queries, softmax, out);
     }
     for (; unit < end; ++unit) attend_exact<T>(params, rows, work, row, kv_head, unit, lane, softmax, out);
 
-    finish<T>(params, rows, begins_here && end == work.units, bad,
+    finish<T>(params, rows, begins_here && end == work.units, has_tiles && stream.item_was_bad(),
               plan.pieces + (int64_t{blockIdx.x * warps + warp} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
               params.value.per_channel ? T::kDim : params.value.group, lane, queries, softmax, out);
 
     if (left <= 0) break;
     unit = 0;
-    if (++item == items) {
-      item = 0;
+    if (++block == plan.blocks) {
+      block = 0;
       do work = row_work(params, ++row);
       while (work.units == 0);
     }
+    load(rows_of(row, block));
   }
 }
 

@@ -23,7 +23,7 @@ struct TileBytes {
 
 // What a launch knows beside the call's parameters.
 struct Plan {
-  int blocks;                // blocks of query rows a KV head; an item of work is head * blocks + block
+  int blocks;                // blocks of query rows a KV head
   int page_tiles;            // tiles a page
   int stages;                // of a warp's ring
   int key_kind, value_kind;  // lines of the kernel's own lists
@@ -47,8 +47,9 @@ struct DecodeVariant {
   const QuantKind *keys, *values;
   int num_keys, num_values;
   int max_warps;
+  int stages;      // of a warp's ring, 0 where the launch chooses
   int warp_bytes;  // shared memory of a warp beside its ring
-  const char* (*launch)(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared,
+  const char* (*launch)(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared, bool overlap,
                         CUstream_st* stream);
 };
 

@@ -70,7 +70,8 @@ struct Products {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) ptx::mma_u8_s8(upper[tile], a, queries.upper[tile][step][lane]);
 #pragma unroll
-    for (int pair = 0; pair < (kTiles + 1) / 2; ++pair) ptx::mma_u8_s8(low[pair], a, queries.low[pair][step][lane]);
+    for (int pair = 0; pair < (kTiles + 1) / 2; ++pair)
+      ptx::mma_u8_s8(low[pair], a, queries.low[pair][step][Queries::low_lane(lane)]);
   }
 
   // Of token 8 r + g.

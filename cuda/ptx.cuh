@@ -9,6 +9,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same value, of which the compiler knows nothing: it is kept in a register instead of computed again at each use.
+template <typename Value>
+__device__ __forceinline__ Value opaque(Value x) {
+  if constexpr (sizeof(Value) == 8) {
+    asm("" : "+l"(x));
+  } else {
+    asm("" : "+r"(x));
+  }
+  return x;
+}
+
 // --- Copies: sm_90's bulk engine, which counts bytes on an mbarrier -------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier) {
@@ -43,8 +54,16 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
 
 // --- Copies: sm_80's ------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void cp_async16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// If `wanted`, without a branch.
+__device__ __forceinline__ void cp_async16(uint32_t to, const void* from, bool wanted = true) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "}" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -102,6 +121,12 @@ __device__ __forceinline__ uint32_t transpose_b16(uint32_t rows) {
 __device__ __forceinline__ float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
 }
 

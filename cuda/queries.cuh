@@ -132,8 +132,10 @@ struct Queries {
     float sums[kMaxGroups];  // of the group's integers, for the offsets
   };
 
+  static constexpr int kLowLanes = kTiles == 1 ? 16 : 32;  // of one tile, what stands in the odd columns is not used
+
   uint2 upper[kTiles][kSteps][32];  // high and middle digits
-  uint2 low[kPairs][kSteps][32];
+  uint2 low[kPairs][kSteps][kLowLanes];
   // Keys per channel: the channels that each lane prepares, unscaled.
   float4 channels[kKeepChannels ? kTiles : 1][kKeepChannels ? kSteps : 1][kKeepChannels ? 32 : 1];
   Row rows[4 * kTiles];
@@ -144,9 +146,10 @@ struct Queries {
     const auto put = [half](uint2& registers, uint32_t word) { (half == 0 ? registers.x : registers.y) = word; };
     put(upper[tile][step][even], digits.digit<2>());
     put(upper[tile][step][even + 4], digits.digit<1>());
-    put(low[tile / 2][step][even + 4 * (tile % 2)], digits.digit<0>());
-    if (kTiles == 1) put(low[0][step][even + 4], 0);
+    put(low[tile / 2][step][low_lane(even + 4 * (tile % 2))], digits.digit<0>());
   }
+
+  __device__ __forceinline__ static int low_lane(int lane) { return kTiles == 1 ? lane / 8 * 4 + lane % 4 : lane; }
 };
 
 // What makes a row with magnitudes up to `max` 20-bit integers, and the way back; the logits' scale is part of it.  A

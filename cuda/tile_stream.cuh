@@ -1,11 +1,12 @@
 // A warp's private ring of tiles in shared memory, filled ahead of use from the pages of its range of work.
 //
 // One stage is one tile of 64 tokens of one KV head: key codes, value codes, key params, value params, each contiguous
-// in its page.  Kernels of one kind know a tile's sizes and copy 16 bytes a lane with cp.async: that measured as fast
-// as bulk copies where memory is the bound and 2 to 4 % faster where instructions are (a bulk copy takes its operands
-// from uniform registers).  With sizes from the launch, loops around cp.async cost more, so that on sm_90 and newer
-// four lanes start a bulk copy each, which complete on the stage's mbarrier.  Page ids are checked before they become
-// addresses, and read one tile ahead of their copies.
+// in its page.  A tile's keys are done with long before its values, so that each part is replaced as soon as it is
+// read: a ring of two stages then has three halves under way.  Kernels of one kind know a tile's sizes and copy 16
+// bytes a lane with cp.async: that measured as fast as bulk copies where memory is the bound and 2 to 4 % faster where
+// instructions are (a bulk copy takes its operands from uniform registers).  With sizes from the launch, loops around
+// cp.async cost more, so that on sm_90 and newer bulk copies complete on an mbarrier.  Page ids are checked before they
+// become addresses, and read one tile ahead of their copies.
 #pragma once
 
 #include "decode_variants.h"
@@ -20,84 +21,114 @@ inline constexpr bool kHaveBulkCopies = false;
 inline constexpr bool kHaveBulkCopies = true;
 #endif
 
-// `Sizes::get(plan)` is the TileBytes, a constant if `Sizes::kFixed`.
+inline constexpr int kNumBarriers = 2 * kMaxStages;  // a stage's keys, its values
+
+// `Sizes::get(plan)` is the TileBytes, a constant if `Sizes::kFixed`; `Sizes::stages(plan)` likewise.
 template <class Sizes>
 class TileStream {
  public:
   static constexpr bool kBulkCopies = kHaveBulkCopies && !Sizes::kFixed;
-  static constexpr int kBarrierBytes = 8 * kMaxStages;
 
   // The stream of the tiles among the units of `start`; `stages` is the warp's ring, `barriers` its mbarriers.
   __device__ TileStream(const DecodeParams& params, const Plan& plan, const Start& start, uint8_t* stages,
-                        uint32_t barriers)
-      : params_(params), plan_(plan), stages_(stages), barriers_(barriers), left_(start.count) {
+                        const uint64_t (&barriers)[kNumBarriers])
+      : params_(params),
+        plan_(plan),
+        kv_head_(start.kv_head),
+        stages_(stages),
+        barriers_(ptx::shared_address(barriers)),
+        left_(start.count) {
     const int lane = threadIdx.x % 32;
-    if constexpr (kBulkCopies) {
-      const TileBytes bytes = Sizes::get(plan);
-      switch (lane % 4) {
-        case 0: source_ = params.key.codes, size_ = bytes.key_codes, at_ = 0; break;
-        case 1: source_ = params.value.codes, size_ = bytes.value_codes, at_ = bytes.value_codes_at(); break;
-        case 2:
-          source_ = static_cast<const uint8_t*>(params.key.params), size_ = bytes.key_params;
-          at_ = bytes.key_params_at();
-          break;
-        case 3:
-          source_ = static_cast<const uint8_t*>(params.value.params), size_ = bytes.value_params;
-          at_ = bytes.value_params_at();
-          break;
+    if constexpr (Sizes::kFixed) {
+      to_ = ptx::opaque(ptx::shared_address(stages) + 16 * lane);
+      const OperandParams* operands[] = {&params.key, &params.value};
+      for (int i = 0; i < 2; ++i) {
+        codes_[i] = ptx::opaque(operands[i]->codes + 16 * lane);
+        pairs_[i] = ptx::opaque(static_cast<const uint8_t*>(operands[i]->params) + 16 * lane);
       }
     }
     if (kBulkCopies && lane == 0) {
-      for (int i = 0; i < plan.stages; ++i) ptx::mbarrier_init(barriers_ + 8 * i);
+      for (int i = 0; i < 2 * plan.stages; ++i) ptx::mbarrier_init(barriers_ + 8 * i);
       ptx::mbarrier_init_fence();
     }
     __syncwarp();
     if (left_ > 0) {
       row_ = start.row;
       set_row(start.work);
-      item_ = start.item;
+      block_ = start.block;
       unit_ = start.unit;
       seek();
     }
 #pragma unroll 1
-    for (int i = 0; i < plan.stages - 1; ++i) issue(i);
-  }
-
-  // Waits for the tile in the current stage; prefetch() comes first.
-  __device__ __forceinline__ const uint8_t* wait() {
-    if constexpr (kBulkCopies) {
-      ptx::mbarrier_wait(barriers_ + 8 * stage_, phase_);
-    } else {
-      switch (plan_.stages) {  // all but the tiles ahead must have come
-        case 2: ptx::cp_async_wait<1>(); break;
-        case 3: ptx::cp_async_wait<2>(); break;
-        default: ptx::cp_async_wait<3>(); break;
-      }
-      __syncwarp();
+    for (int i = 0; i < Sizes::stages(plan); ++i) {
+      copy_keys();
+      copy_values();
+      next();
     }
-    return stages_ + stage_ * Sizes::get(plan_).total();
+    phase_ = 0;
   }
 
-  // True if the current tile's page id was out of range; the stage then holds another page's tile.
-  __device__ __forceinline__ bool bad() const { return bad_ >> stage_ & 1; }
+  // Waits for the current tile's keys: codes, and params at key_params_at().
+  __device__ __forceinline__ const uint8_t* keys() { return wait(0); }
+  // Waits for the current tile's values, in the same stage.
+  __device__ __forceinline__ const uint8_t* values() { return wait(1); }
 
-  // Starts the copy of the tile stages - 1 ahead, into the stage that the tile before the current one has left.
-  __device__ __forceinline__ void prefetch() {
+  // Behind the current tile's last read of its keys: starts the copy of the keys `stages` tiles ahead in their place.
+  __device__ __forceinline__ void replace_keys() {
     __syncwarp();
-    issue(stage_ == 0 ? plan_.stages - 1 : stage_ - 1);
+    copy_keys();
+  }
+  // The same of its values; the next tile is then the current one.
+  __device__ __forceinline__ void replace_values() {
+    __syncwarp();
+    copy_values();
+    next();
   }
 
-  // Leaves the current stage.
-  __device__ __forceinline__ void next() {
-    if (++stage_ == plan_.stages) stage_ = 0, phase_ ^= 1;
+  // True if a page id of the item was out of range; another page's tile came instead.  Asked in order, once behind the
+  // last tile of each item that has tiles in the range.
+  __device__ __forceinline__ bool item_was_bad() {
+    const unsigned bit = 1u << (items_read_++ & 31);
+    const bool bad = bad_ & bit;
+    bad_ &= ~bit;
+    return bad;
   }
 
  private:
+  __device__ __forceinline__ const uint8_t* wait(int part) {
+    if constexpr (kBulkCopies) {
+      ptx::mbarrier_wait(barriers_ + 8 * (2 * stage_ + part), phase_);
+    } else {
+      // Of the copies that were started, in order, all but the last 2 stages - 1 must have come.
+      if constexpr (Sizes::kFixed) {
+        ptx::cp_async_wait<2 * Sizes::kStages - 1>();
+      } else {
+        switch (plan_.stages) {
+          case 2: ptx::cp_async_wait<3>(); break;
+          case 3: ptx::cp_async_wait<5>(); break;
+          default: ptx::cp_async_wait<7>(); break;
+        }
+      }
+      __syncwarp();
+    }
+    return stages_;
+  }
+
+  __device__ __forceinline__ void next() {
+    const int total = Sizes::get(plan_).total();
+    if (++stage_ == Sizes::stages(plan_)) {
+      stage_ = 0, phase_ ^= 1;
+      stages_ -= (Sizes::stages(plan_) - 1) * total, to_ -= (Sizes::stages(plan_) - 1) * total;
+    } else {
+      stages_ += total, to_ += total;
+    }
+  }
+
   __device__ __forceinline__ void set_row(const RowWork& work) {
     tiles_ = work.tiles, units_ = work.units, first_tile_ = work.first_tile;
-    item_ = 0;
-    const int64_t pool = row_entry(params_, row_, params_.pools);
-    row_head_ = ((pool * params_.layers + work.layer) * params_.pages) * params_.num_kv_heads;
+    block_ = 0;
+    const int pool = row_entry(params_, row_, params_.pools);
+    head_ = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
     table_ = params_.page_table + int64_t{row_entry(params_, row_, params_.table_rows)} * params_.table_width;
   }
 
@@ -107,23 +138,35 @@ class TileStream {
       left_ -= units_ - unit_;
       unit_ = 0;
       if (left_ <= 0) return;
-      if (++item_ == params_.num_kv_heads * plan_.blocks || units_ == 0) {
+      if (++block_ == plan_.blocks || units_ == 0) {
         ++row_;
         set_row(row_work(params_, row_));
       }
     }
     page_ = (first_tile_ + unit_) / plan_.page_tiles, tile_in_page_ = (first_tile_ + unit_) % plan_.page_tiles;
-    head_ = row_head_ + item_ / plan_.blocks;
     id_ = table_[page_];
   }
 
-  __device__ __forceinline__ void issue(int stage) {
+  // Starts the copy of the next tile's keys into the current stage.
+  __device__ __forceinline__ void copy_keys() {
     if (left_ > 0) {
-      const bool ok = id_ >= 0 && id_ < params_.pages;
-      bad_ = (bad_ & ~(1u << stage)) | static_cast<unsigned>(!ok) << stage;
-      copy(stage, ok ? id_ : 0);
+      if (static_cast<unsigned>(id_) >= static_cast<unsigned>(params_.pages)) [[unlikely]]
+        id_ = 0, bad_ |= 1u << (items_copied_ & 31);
+      tile_ = (head_ + id_ * params_.num_kv_heads) * plan_.page_tiles + tile_in_page_;
+      const TileBytes bytes = Sizes::get(plan_);
+      copy(0, params_.key, 0, bytes.key_codes, bytes.key_params_at(), bytes.key_params);
+    }
+    if constexpr (!kBulkCopies) ptx::cp_async_commit();
+  }
+
+  // The same of its values; then moves on to the tile after it.
+  __device__ __forceinline__ void copy_values() {
+    if (left_ > 0) {
+      const TileBytes bytes = Sizes::get(plan_);
+      copy(1, params_.value, bytes.value_codes_at(), bytes.value_codes, bytes.value_params_at(), bytes.value_params);
       --left_;
       if (++unit_ == tiles_) {
+        ++items_copied_;
         seek();
       } else {
         if (++tile_in_page_ == plan_.page_tiles) tile_in_page_ = 0, ++page_;
@@ -133,52 +176,58 @@ class TileStream {
     if constexpr (!kBulkCopies) ptx::cp_async_commit();
   }
 
-  __device__ __forceinline__ void copy(int stage, int id) {
-    const int lane = threadIdx.x % 32;
-    // Tiles before this one in the pool.
-    const int64_t tile = (head_ + int64_t{id} * params_.num_kv_heads) * plan_.page_tiles + tile_in_page_;
-    const uint32_t to = ptx::shared_address(stages_) + stage * Sizes::get(plan_).total();
-    if constexpr (kBulkCopies) {
-      const uint32_t barrier = barriers_ + 8 * stage;
-      if (lane == 0) ptx::mbarrier_expect(barrier, Sizes::get(plan_).total());
-      if (lane < 4) ptx::bulk_copy(to + at_, source_ + tile * size_, size_, barrier);
+  // Part 0 or 1 of a tile, the keys or the values.
+  __device__ __forceinline__ void copy(int part, const OperandParams& operand, int codes_at, int codes, int pairs_at,
+                                       int pairs) {
+    if constexpr (Sizes::kFixed) {
+      copy_lanes(to_ + codes_at, codes_[part], codes);
+      copy_lanes(to_ + pairs_at, pairs_[part], pairs);
     } else {
-      const TileBytes bytes = Sizes::get(plan_);
-      copy_part(to, params_.key.codes, tile, bytes.key_codes);
-      copy_part(to + bytes.value_codes_at(), params_.value.codes, tile, bytes.value_codes);
-      if (bytes.key_params == 256 && bytes.value_params == 256) {  // a half-warp each
-        const uint8_t* from = static_cast<const uint8_t*>(lane < 16 ? params_.key.params : params_.value.params);
-        ptx::cp_async16(to + bytes.key_params_at() + 16 * lane, from + tile * 256 + lane % 16 * 16);
+      const uint8_t* const codes_from = operand.codes + int64_t{tile_} * codes;
+      const uint8_t* const pairs_from = static_cast<const uint8_t*>(operand.params) + int64_t{tile_} * pairs;
+      const int lane = threadIdx.x % 32;
+      const uint32_t to = ptx::shared_address(stages_);
+      if constexpr (kBulkCopies) {
+        if (lane == 0) {
+          const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
+          ptx::mbarrier_expect(barrier, codes + pairs);
+          ptx::bulk_copy(to + codes_at, codes_from, codes, barrier);
+          ptx::bulk_copy(to + pairs_at, pairs_from, pairs, barrier);
+        }
       } else {
-        copy_part(to + bytes.key_params_at(), params_.key.params, tile, bytes.key_params);
-        copy_part(to + bytes.value_params_at(), params_.value.params, tile, bytes.value_params);
+        for (int i = 16 * lane; i < codes; i += 16 * 32) ptx::cp_async16(to + codes_at + i, codes_from + i);
+        for (int i = 16 * lane; i < pairs; i += 16 * 32) ptx::cp_async16(to + pairs_at + i, pairs_from + i);
       }
     }
   }
 
-  __device__ __forceinline__ void copy_part(uint32_t to, const void* from, int64_t tile, int size) {
-    const int first = 16 * (threadIdx.x % 32);
-    const uint8_t* source = static_cast<const uint8_t*>(from) + tile * size + first;
+  // `to` and `from` are the lane's own.
+  __device__ __forceinline__ void copy_lanes(uint32_t to, const uint8_t* from, int size) {
+    from += uint64_t{static_cast<uint32_t>(tile_)} * static_cast<uint32_t>(size);
 #pragma unroll
-    for (int i = 0; i < size; i += 16 * 32) {
-      if (i + first < size) ptx::cp_async16(to + first + i, source + i);
-    }
+    for (int i = 0; i < size; i += 16 * 32)
+      ptx::cp_async16(to + i, from + i, size - i >= 16 * 32 || 16 * static_cast<int>(threadIdx.x % 32) < size - i);
   }
 
   const DecodeParams& params_;
   const Plan& plan_;
-  uint8_t* const stages_;
+  const int kv_head_;
+  const uint8_t* stages_;  // the current stage
   const uint32_t barriers_;
-  // The part of a tile that lane 0..3 copies.
-  const uint8_t* source_;
-  int size_, at_;
   int stage_ = 0;
-  uint32_t phase_ = 0, bad_ = 0;
+  uint32_t phase_ = 0;
+  uint32_t bad_ = 0;  // of the items with tiles, by their number modulo 32: at most kMaxStages are under way
+  int items_copied_ = 0, items_read_ = 0;
+  // With known sizes, the lane's own addresses: the current stage, and the first tile of keys and of values.
+  uint32_t to_ = 0;
+  const uint8_t *codes_[2], *pairs_[2];
   // The tile whose copy comes next.
   int left_;  // units of the range from this tile on
-  int row_, item_, unit_, tiles_, units_, first_tile_;
+  int row_, block_, unit_, tiles_, units_, first_tile_;
   int page_, tile_in_page_, id_;
-  int64_t row_head_, head_;  // (page, head) pairs before page 0 of the row's layer, and of the item's head
+  // Heads in the pools before the row's page 0 and the warp's head; tiles in the pools before this one.  Below 2^31:
+  // decode_mma.cu checks.
+  int head_, tile_;
   const int32_t* table_;
 };
 

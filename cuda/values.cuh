@@ -6,7 +6,8 @@
 // every tile, so that nothing drifts over a long row.  Lane 4 g + c then holds query row c at channels 16 u + g and
 // 16 u + 8 + g.
 //
-// Scales are not negative (the quantizer makes none): a negative weight would not fit the unsigned digits.
+// A negative weight does not fit the unsigned digits: where a scale is negative (the quantizer makes none) the outputs
+// are NaN.
 #pragma once
 
 #include <utility>
@@ -67,13 +68,15 @@ __device__ __forceinline__ float sum_over_tokens(float x) {
 }
 
 // Two weights of 16 tokens (tokens g and 8 + g of query row c) -> a B register: lane 4 g + c holds tokens 2c, 8 + 2c,
-// 2c + 1, 9 + 2c of column g.  Adding 2^23 leaves the rounded integer in a float's low bits.
-__device__ __forceinline__ uint32_t pack_weights(float w0, float w1, float inverse, int lane) {
+// 2c + 1, 9 + 2c of column g.  Adding 2^23 leaves the rounded integer in a float's low bits.  What is transposed is
+// pairs of digits: both tokens' high one in the even column, both low ones in the odd. The bits are gathered in `seen`:
+// those of a negative weight have some of kNegative.
+inline constexpr uint32_t kNegative = 0x00ff0000u;
+__device__ __forceinline__ uint32_t pack_weights(float w0, float w1, float inverse, uint32_t& seen) {
   const uint32_t x0 = __float_as_uint(fmaf(w0, inverse, 8388608.0f));
   const uint32_t x1 = __float_as_uint(fmaf(w1, inverse, 8388608.0f));
-  const uint32_t own = ptx::transpose_b16(__byte_perm(x0, x1, 0x5410));  // row 2 query + r: tokens 8 r + 2 c, 2 c + 1
-  const uint32_t other = __shfl_xor_sync(kAllLanes, own, 4);
-  return __byte_perm(own, other, lane & 4 ? 0x2604 : 0x7351);  // low digits for odd columns, high for even
+  seen |= x0 | x1;
+  return ptx::transpose_b16(__byte_perm(x0, x1, 0x4051));
 }
 
 // A tile's weights as the B operand, and the factor that takes its products back, a field of the codes each.
@@ -83,10 +86,10 @@ struct Weights {
   uint32_t b[kTiles][4];
   float back[kTiles][kFields];
 
-  __device__ __forceinline__ void pack(int tile, const float (&weights)[4][2], float max, int lane) {
-    const float inverse = max > 1e-33f ? __fdividef(65535.0f, max) : 0.0f;
+  __device__ __forceinline__ void pack(int tile, const float (&weights)[4][2], float max, uint32_t& seen) {
+    const float inverse = max > 1e-33f ? 65535.0f * ptx::reciprocal(max) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b[tile][i] = pack_weights(weights[i][0], weights[i][1], inverse, lane);
+    for (int i = 0; i < 4; ++i) b[tile][i] = pack_weights(weights[i][0], weights[i][1], inverse, seen);
 #pragma unroll
     for (int f = 0; f < kFields; ++f) back[tile][f] = max * (1.0f / 65535.0f / (1 << (kBits * f)));  // keeps a NaN
   }
@@ -124,15 +127,17 @@ __device__ __forceinline__ void for_each(const Call& call) {
 template <int kDim, int kTiles, int kGroups>
 struct Outputs {
   static constexpr int kRowTiles = padded_dim(kDim) / 16;
-  float sums[kTiles][kRowTiles][2];  // channel 16 u + 8 r + g, of all lanes' tokens
-  float offsets[kTiles][kGroups];    // sum of P * offset of a channel group, of the lane's tokens
+  float sums[kTiles][kRowTiles][2];       // channel 16 u + 8 r + g, of all lanes' tokens
+  float offsets[kTiles][kGroups];         // sum of P * offset of a channel group, of the lane's tokens
+  uint32_t weight_bits[kTiles][kGroups];  // of the lane's integer weights, gathered
 };
 
 // The weights of one channel group.  kMasked: a weight of 0 hides its token's parameters, which may be NaN.
 template <int kBits, int kPairBytes, bool kMasked, int kTiles, int kMaxGroups>
 __device__ __forceinline__ void weigh_per_token(const uint8_t* pairs, int groups, int group,
                                                 const float (&p)[kTiles][4][2], int lane,
-                                                Weights<kBits, kTiles>& weights, float (&offsets)[kTiles][kMaxGroups]) {
+                                                Weights<kBits, kTiles>& weights, float (&offsets)[kTiles][kMaxGroups],
+                                                uint32_t (&seen)[kTiles][kMaxGroups]) {
   float2 affine[4][2];
 #pragma unroll
   for (int i = 0; i < 8; ++i) affine[i / 2][i % 2] = load_pair<kPairBytes>(pairs, (8 * i + lane / 4) * groups + group);
@@ -145,10 +150,10 @@ __device__ __forceinline__ void weigh_per_token(const uint8_t* pairs, int groups
       float2 pair = affine[i / 2][i % 2];
       if (kMasked && weight == 0.0f) pair = {0.0f, 0.0f};
       products[i / 2][i % 2] = weight * pair.x;
-      max = ptx::max_nan(max, products[i / 2][i % 2]);
+      max = ptx::max_nan(max, fabsf(products[i / 2][i % 2]));
       offsets[tile][group] = fmaf(weight, pair.y, offsets[tile][group]);
     }
-    weights.pack(tile, products, max_over_tokens(max), lane);
+    weights.pack(tile, products, max_over_tokens(max), seen[tile][group]);
   }
 }
 
@@ -164,9 +169,9 @@ __device__ __forceinline__ void add_values_per_token(const uint8_t* codes, const
     constexpr int group = group_constant;
     Weights<kBits, kTiles> weights;
     if (masked) {
-      weigh_per_token<kBits, kPairBytes, true>(pairs, kGroups, group, p, lane, weights, out.offsets);
+      weigh_per_token<kBits, kPairBytes, true>(pairs, kGroups, group, p, lane, weights, out.offsets, out.weight_bits);
     } else {
-      weigh_per_token<kBits, kPairBytes, false>(pairs, kGroups, group, p, lane, weights, out.offsets);
+      weigh_per_token<kBits, kPairBytes, false>(pairs, kGroups, group, p, lane, weights, out.offsets, out.weight_bits);
     }
 #pragma unroll
     for (int u = group * kGroupTiles; u < (group + 1) * kGroupTiles; ++u) {
@@ -200,7 +205,7 @@ __device__ __forceinline__ void add_values_per_channel(const uint8_t* codes, con
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) max = ptx::max_nan(max, p[tile][i / 2][i % 2]);
-    weights.pack(tile, p[tile], max_over_tokens(max), lane);
+    weights.pack(tile, p[tile], max_over_tokens(max), out.weight_bits[tile][0]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       total[tile][half] = sum_over_tokens(p[tile][2 * half][0] + p[tile][2 * half][1] + p[tile][2 * half + 1][0] +
