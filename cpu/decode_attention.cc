@@ -18,6 +18,7 @@
 #include "dtype.h"
 #include "kernel.h"
 #include "parallel.h"
+#include "sinks.h"
 
 namespace jax_foscar::cpu {
 namespace {
@@ -88,10 +89,10 @@ bool is_supported(const OperandParams& x) {
 
 // What is the same for all heads of a row.
 struct Row {
-  int length;
+  RowQueries queries;
   bool valid;
   int layer;
-  int paged;  // visible quantized tokens are sink <= t < paged
+  int first_paged, paged;  // quantized tokens that some query sees are first_paged <= t < paged
   int splits;
   int64_t first_item;
 };
@@ -99,19 +100,20 @@ struct Row {
 Row plan_row(const DecodeParams& p, int row) {
   const Windows& w = p.windows;
   Row plan = {};
-  plan.length = std::max(p.length[p.row_entry(row, p.length_rows)], 0);
+  plan.queries = p.row_queries(row);
   plan.layer = p.layer[p.row_entry(row, p.layer_rows)];
   plan.splits = 1;
-  const int n = plan.length;
+  const int n = plan.queries.length;
   if (int64_t{n} > int64_t{p.table_width} * p.page_size || plan.layer < 0 || plan.layer >= p.layers) return plan;
   plan.valid = true;
   if (n == 0) return plan;
   plan.paged = std::max(std::min(std::max(w.boundary(n - 1, n), w.quantized_length(n)), n), 0);
-  if (plan.paged <= w.sink) return plan;
+  plan.first_paged = std::max(w.sink, first_visible(p.features, plan.queries));
+  if (plan.paged <= plan.first_paged) return plan;
   const int32_t* table = p.page_table + int64_t{p.row_entry(row, p.table_rows)} * p.table_width;
-  for (int i = w.sink / p.page_size; i <= (plan.paged - 1) / p.page_size; ++i)
+  for (int i = plan.first_paged / p.page_size; i <= (plan.paged - 1) / p.page_size; ++i)
     plan.valid &= static_cast<uint32_t>(table[i]) < static_cast<uint32_t>(p.pages);
-  plan.splits = std::clamp((plan.paged - w.sink) / kMinSplitTokens, 1, kMaxSplits);
+  plan.splits = std::clamp((plan.paged - plan.first_paged) / kMinSplitTokens, 1, kMaxSplits);
   return plan;
 }
 
@@ -127,7 +129,8 @@ class Call {
   Call(const DecodeParams& params, const Kernel& kernel)
       : p_(params),
         kernel_(kernel),
-        shape_{operand_shape(params.key, params.param_dtype), operand_shape(params.value, params.param_dtype)},
+        shape_{operand_shape(params.key, params.param_dtype), operand_shape(params.value, params.param_dtype),
+               params.features.soft_cap},
         group_(params.num_heads / params.num_kv_heads),
         queries_(params.num_queries * group_),
         supported_(is_supported(params.key) && is_supported(params.value)) {
@@ -155,7 +158,7 @@ class Call {
     const int head = static_cast<int>((item - plan.first_item) / plan.splits);
     const int split = static_cast<int>((item - plan.first_item) % plan.splits);
     if (!plan.valid) {
-      for (int query = 0; query < queries_; ++query) fill_query(row, head, query, kNaN);
+      for (int query = 0; query < queries_; ++query) fill_query(row, head, query, is_real(row, query) ? kNaN : 0);
       return;
     }
     float* partial = plan.splits > 1 ? partials(row, head) + split * partial_floats() : nullptr;
@@ -174,6 +177,9 @@ class Call {
     return (int64_t{row} * p_.num_queries + query / group_) * p_.num_heads + head * group_ + query % group_;
   }
 
+  // Whether a query row is not padding.
+  bool is_real(int row, int query) const { return query / group_ < rows_[row].queries.count; }
+
   void fill_query(int row, int head, int query, float x) const {
     const int64_t at = query_index(row, head, query);
     for (int d = 0; d < p_.value.dim; ++d) store_float(p_.out, at * p_.value.dim + d, p_.q_dtype, x);
@@ -181,9 +187,12 @@ class Call {
   }
 
   void write_query(int row, int head, int query, float max, float sum, const float* out) const {
-    if (sum == 0) return fill_query(row, head, query, 0);
     const int64_t at = query_index(row, head, query);
-    for (int d = 0; d < p_.value.dim; ++d) store_float(p_.out, at * p_.value.dim + d, p_.q_dtype, out[d] / sum);
+    float factor = 1;
+    if (p_.features.sinks && is_real(row, query)) factor = join_sink(p_.sink(row, at % p_.num_heads), &max, &sum);
+    if (sum == 0) return fill_query(row, head, query, 0);
+    for (int d = 0; d < p_.value.dim; ++d)
+      store_float(p_.out, at * p_.value.dim + d, p_.q_dtype, factor * out[d] / sum);
     p_.lse[at] = max + std::log(sum);
   }
 
@@ -197,8 +206,10 @@ class Call {
     block.rows = std::min(kBlockRows, queries_ - first);
     std::fill_n(block.query, 4 * query_floats(), 0.0f);
     for (int i = 0; i < block.rows; ++i) {
-      finite[i] = load_query(query_index(row, head, first + i), block.query + i * query_floats());
-      set_visible(rows_[row], (first + i) / group_, i, &block);
+      // What stands in padding is not read.
+      finite[i] =
+          !is_real(row, first + i) || load_query(query_index(row, head, first + i), block.query + i * query_floats());
+      set_visible(rows_[row].queries, (first + i) / group_, i, &block);
     }
     kernel_.begin(shape_, &block);
     attend_pages(row, head, split, &block);
@@ -229,22 +240,24 @@ class Call {
     return finite;
   }
 
-  void set_visible(const Row& plan, int query, int i, Block* block) const {
+  void set_visible(const RowQueries& queries, int query, int i, Block* block) const {
     const Windows& w = p_.windows;
-    const int n = plan.length, position = n - p_.num_queries + query;
-    if (position < 0) return;
-    const int boundary = w.boundary(position, n);
-    block->last[kSink][i] = w.ring > 0 ? std::min(w.sink, position + 1) : 0;
-    block->first[kPaged][i] = w.sink;
-    block->last[kPaged][i] = std::min(boundary, position + 1);
-    block->first[kRecent][i] = std::max(w.sink, boundary);
-    block->last[kRecent][i] = w.ring > 0 ? position + 1 : 0;
+    const Visible v = visible(p_.features, w, queries, query);
+    const bool exact = w.ring > 0;
+    block->first[kSink][i] = v.begin;
+    block->last[kSink][i] = exact ? std::min(w.sink, v.end) : 0;
+    block->first[kPaged][i] = std::max(w.sink, v.begin);
+    block->last[kPaged][i] = std::min(v.boundary, v.end);
+    block->first[kRecent][i] = std::max({w.sink, v.boundary, v.begin});
+    block->last[kRecent][i] = exact ? v.end : 0;
+    block->drafts[i] = v.drafts;
+    if (v.drafts) block->first_draft = v.first_draft;
   }
 
   void attend_pages(int row, int head, int split, Block* block) const {
     const Row& plan = rows_[row];
-    if (plan.paged <= p_.windows.sink) return;
-    const int begin = p_.windows.sink / kTileTokens, tiles = (plan.paged + kTileTokens - 1) / kTileTokens - begin;
+    if (plan.paged <= plan.first_paged) return;
+    const int begin = plan.first_paged / kTileTokens, tiles = (plan.paged + kTileTokens - 1) / kTileTokens - begin;
     const int first = begin + static_cast<int>(int64_t{tiles} * split / plan.splits);
     const int last = begin + static_cast<int>(int64_t{tiles} * (split + 1) / plan.splits);
     Span next = paged_span(row, head, first);
@@ -285,12 +298,12 @@ class Call {
 
   void attend_exact(int row, int head, Block* block) const {
     const Windows& w = p_.windows;
-    const int n = rows_[row].length;
+    const int n = rows_[row].queries.length;
     for (int t = 0; t < std::min(w.sink, n); t += kSpanTokens)
       attend_slots(row, head, kSink, t, std::min(kSpanTokens, std::min(w.sink, n) - t), block);
     int t = n;  // the oldest that any row sees
     for (int i = 0; i < block->rows; ++i)
-      if (block->last[kRecent][i] > 0) t = std::min(t, block->first[kRecent][i]);
+      if (block->first[kRecent][i] < block->last[kRecent][i]) t = std::min(t, block->first[kRecent][i]);
     for (int count; t < n; t += count) {
       count = std::min({kSpanTokens, n - t, w.ring - t % w.ring});
       attend_slots(row, head, kRecent, t, count, block);

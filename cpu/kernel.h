@@ -23,6 +23,7 @@ struct Operand {
 
 struct Shape {
   Operand key, value;
+  float soft_cap;  // logits become soft_cap * tanh(logit / soft_cap); 0: as they are
 };
 
 // Which of a row's tokens: the three sets have visible ranges of their own.
@@ -46,6 +47,8 @@ struct Block {
   int rows;                            // 1 .. 4; unused rows see no token
   int first[kNumRegions][kBlockRows];  // row i sees tokens first <= t < last of each region
   int last[kNumRegions][kBlockRows];
+  const uint8_t* drafts[kBlockRows];  // of these, row i sees token first_draft + j only if drafts[i][j]; null: all
+  int first_draft;
   float* query;           // [4, key.padded_dim], times the logit scale, padding and unused rows 0
   float max[kBlockRows];  // running maximum of the logits
   float sum[kBlockRows];  // sum of exp(logit - max)

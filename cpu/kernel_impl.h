@@ -115,6 +115,13 @@ inline void mask_logits(const int* first, const int* last, float* logits) {
   }
 }
 
+// Whether draft i is one that the row does not see.
+inline bool hides(const Block& block, int row, int i) { return block.drafts[row] && i >= 0 && !block.drafts[row][i]; }
+
+inline void cap_logits(float cap, float* logits) {
+  for (int i = 0; i < 4 * kSpanTokens; i += kWidth) store(logits + i, cap * tanh<F, I>(load<F>(logits + i) / cap));
+}
+
 // Logits become weights exp(logit - max); what was summed under the old maximum is scaled to the new one.
 inline void online_softmax(const Shape& shape, Block* block, const Scratch& s) {
   F top = load<F>(s.weights);
@@ -168,6 +175,7 @@ inline void attend_rows(const Shape& shape, const Span& span, Block* block) {
   Scratch s = {};
   lay_out(shape, block->scratch, &s);
   int first[kBlockRows], last[kBlockRows];  // of the span, what each row sees
+  const int drafts = block->first_draft - span.first;
   bool any = false, all = true;
   for (int row = 0; row < kBlockRows; ++row) {
     const int from = block->first[span.region][row] - span.first, to = block->last[span.region][row] - span.first;
@@ -175,6 +183,8 @@ inline void attend_rows(const Shape& shape, const Span& span, Block* block) {
     last[row] = to < span.count ? to : span.count;
     any |= first[row] < last[row];
     all &= row >= block->rows || (first[row] == 0 && last[row] == kSpanTokens);
+    if (block->drafts[row])
+      for (int t = first[row]; t < last[row]; ++t) all &= !hides(*block, row, t - drafts);
   }
   if (!any) return;
 
@@ -186,15 +196,25 @@ inline void attend_rows(const Shape& shape, const Span& span, Block* block) {
   } else {
     quantized_logits<2, R>(shape.key, span, block->query, s);
   }
-  if (!all) mask_logits(first, last, s.weights);
+  if (shape.soft_cap != 0) cap_logits(shape.soft_cap, s.weights);
+  if (!all) {
+    mask_logits(first, last, s.weights);
+    for (int row = 0; row < block->rows; ++row)
+      for (int t = first[row]; block->drafts[row] && t < last[row]; ++t)
+        if (hides(*block, row, t - drafts)) s.weights[4 * t + row] = -kInfinity;
+  }
   online_softmax(shape, block, s);
   if (exact || shape.value.bits == 16) {
     const uint16_t* rows = reinterpret_cast<const uint16_t*>(span.value_codes);
     if (all) {
       dense_values<R>(shape.value, rows, s.weights, 0, 0, kSpanTokens, s.out);
     } else {  // 0 * NaN is not 0: a row reads only what it sees
-      for (int row = 0; row < block->rows; ++row)
-        dense_values<1>(shape.value, rows, s.weights, row, first[row], last[row], s.out);
+      for (int row = 0; row < block->rows; ++row) {
+        for (int t = first[row], end; t < last[row]; t = end + 1) {  // runs between hidden drafts
+          for (end = t; end < last[row] && !hides(*block, row, end - drafts);) ++end;
+          dense_values<1>(shape.value, rows, s.weights, row, t, end, s.out);
+        }
+      }
     }
   } else if (shape.value.bits == 4) {
     quantized_values<4, R>(shape.value, span, s);

@@ -121,5 +121,18 @@ JF_INLINE V exp_nonpositive(V x) {
   return x < splat<V>(-87.3f) ? V{} : y * power;
 }
 
+// tanh(x) within 2 ulp (Cephes); NaN stays.
+template <class V, class VI>
+JF_INLINE V tanh(V x) {
+  const V size = x < 0 ? -x : x, z = x * x;
+  const V e = exp_nonpositive<V, VI>(-2.0f * size);
+  const V large = (1.0f - e) / (1.0f + e);
+  V y = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  y = y * z - 5.37397155531e-2f;
+  y = y * z + 1.33314422036e-1f;
+  y = y * z - 3.33332819422e-1f;
+  return size < 0.625f ? y * z * x + x : x < 0 ? -large : large;
+}
+
 }  // namespace
 }  // namespace jax_foscar::cpu

@@ -13,18 +13,13 @@
 
 #include "decode_generic.h"
 #include "generic_tile.cuh"
+#include "sinks.h"
 
 namespace jax_foscar::cuda {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-// What one query row sees: paged tokens [sink, quant_end), exact tokens [0, sink) and [exact_begin, end), all below
-// `end`.
-struct Visible {
-  int quant_end, exact_begin, end;
-};
 
 template <int kRows>
 struct Shared {
@@ -76,6 +71,12 @@ __device__ int slot_token(const Windows& windows, int slot, int n) {
   return token < windows.sink ? -1 : token;
 }
 
+// A score, scaled and capped.
+__device__ float logit(const DecodeParams& params, float score) {
+  const float x = score * params.scale, cap = params.features.soft_cap;
+  return cap == 0.0f ? x : cap * tanhf(x / cap);
+}
+
 template <int kRows>
 __global__ void __launch_bounds__(32 * kWarps, 2)
     decode_generic(const __grid_constant__ DecodeParams params, int blocks) {
@@ -84,7 +85,9 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   const int kv_heads = params.num_kv_heads, ratio = params.num_heads / kv_heads;
   const int block = blockIdx.x % blocks, kv_head = blockIdx.x / blocks % kv_heads, row = blockIdx.x / blocks / kv_heads;
   const Windows& windows = params.windows;
-  const int n = max(params.length[params.row_entry(row, params.length_rows)], 0);
+  const Features& features = params.features;
+  const RowQueries queries = params.row_queries(row);
+  const int n = queries.length;
   const int layer = params.layer[params.row_entry(row, params.layer_rows)];
   const int32_t* table = params.page_table + int64_t{params.row_entry(row, params.table_rows)} * params.table_width;
 
@@ -94,13 +97,16 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     return (int64_t{row} * params.num_queries + i / ratio) * params.num_heads + kv_head * ratio + i % ratio;
   };
   const int rows = min(kRows, params.num_queries * ratio - block * kRows);
+  const auto query_of = [&](int r) { return (block * kRows + r) / ratio; };
+  // Rows past it are padding, or none at all; what stands in q there is not read.
+  const int real_rows = min(rows, queries.count * ratio - block * kRows);
 
   // A row whose cache cannot be read is NaN as a whole.
   bool bad = n > int64_t{params.table_width} * params.page_size || layer < 0 || layer >= params.layers;
-  const int quantized = windows.quantized_length(n);
-  if (!bad && quantized > windows.sink) {
+  const int quantized = windows.quantized_length(n), first_paged = max(windows.sink, first_visible(features, queries));
+  if (!bad && quantized > first_paged) {
     const int last = (quantized - 1) / params.page_size;
-    for (int i = windows.sink / params.page_size + threadIdx.x; i <= last; i += 32 * kWarps)
+    for (int i = first_paged / params.page_size + threadIdx.x; i <= last; i += 32 * kWarps)
       bad |= params.page_index(row, layer, table[i]) < 0;
   }
   bad = __syncthreads_or(bad);
@@ -108,24 +114,25 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   for (int r = warp; r < kRows; r += kWarps) {
     bool finite = true;
     for (int d = lane; d < params.key.dim; d += 32) {
-      const float x = r < rows ? load_float(params.q, params.q_dtype, result_index(r) * params.key.dim + d) : 0.0f;
+      const float x = r < real_rows ? load_float(params.q, params.q_dtype, result_index(r) * params.key.dim + d) : 0.0f;
       finite &= isfinite(x);
       shared.rows[r][d] = x;
     }
     finite = __all_sync(kAllLanes, finite);
     if (lane == 0) {
-      const int p = r < rows ? n - params.num_queries + (block * kRows + r) / ratio : -1;
-      const int boundary = p < 0 ? 0 : windows.boundary(p, n);
-      shared.visible[r] = {min(boundary, p + 1), max(windows.sink, boundary), max(p + 1, 0)};
+      shared.visible[r] = r < real_rows ? visible(features, windows, queries, query_of(r)) : Visible{};
       shared.finite[r] = finite && !bad;
     }
   }
   __syncthreads();
 
-  int quant_end = 0;
-  for (int r = 0; r < kRows; ++r) quant_end = max(quant_end, shared.visible[r].quant_end);
-  const int first_tile = windows.sink / kTileTokens;
-  const int paged_end = quant_end > windows.sink ? (quant_end - 1) / kTileTokens + 1 : first_tile;
+  int begin = n, end = 0;  // of the paged tokens that any query row sees
+  for (int r = 0; r < kRows; ++r) {
+    const Visible& v = shared.visible[r];
+    begin = min(begin, v.begin < v.end ? max(v.begin, windows.sink) : n), end = max(end, min(v.boundary, v.end));
+  }
+  const int first_tile = begin / kTileTokens;
+  const int paged_end = end > begin ? (end - 1) / kTileTokens + 1 : first_tile;
   const int exact_tiles = windows.ring > 0 ? (windows.sink + windows.ring + kTileTokens - 1) / kTileTokens : 0;
   const int64_t exact_head =
       (int64_t{params.row_entry(row, params.exact_rows)} * params.layers + layer) * kv_heads + kv_head;
@@ -144,10 +151,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       const int t = lane + 32 * h + (exact ? i - paged_end : i) * kTileTokens;
       const int token = exact ? slot_token(windows, t, n) : t;
       for (int r = 0; r < kRows; ++r) {
-        const Visible visible = shared.visible[r];
-        const bool seen =
-            exact ? token >= 0 && token < visible.end && (token < windows.sink || token >= visible.exact_begin)
-                  : token >= windows.sink && token < visible.quant_end;
+        const Visible& v = shared.visible[r];
+        const bool seen = exact ? token >= 0 && v.sees_exact(token, windows.sink) : v.sees_paged(token, windows.sink);
         sees[h] |= static_cast<unsigned>(seen) << r;
       }
       any |= sees[h] != 0;
@@ -176,8 +181,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const bool see0 = sees[0] >> r & 1, see1 = sees[1] >> r & 1;
-      const float x0 = see0 ? s[0][r] * params.scale : -INFINITY;
-      const float x1 = see1 ? s[1][r] * params.scale : -INFINITY;
+      const float x0 = see0 ? logit(params, s[0][r]) : -INFINITY;
+      const float x1 = see1 ? logit(params, s[1][r]) : -INFINITY;
       const float max = fmaxf(m[r], warp_max(fmaxf(x0, x1)));
       const float p0 = see0 ? expf(x0 - exp_base(max)) : -0.0f;
       const float p1 = see1 ? expf(x1 - exp_base(max)) : -0.0f;
@@ -221,13 +226,17 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   }
 
   for (int r = warp; r < rows; r += kWarps) {
-    const float max = row_max(r);
-    float sum = 0.0f;
+    float max = row_max(r), sum = 0.0f;
     for (int w = 0; w < kWarps; ++w) sum = fmaf(shared.sum[w][r], expf(shared.max[w][r] - exp_base(max)), sum);
-    const bool empty = shared.visible[r].end == 0;
-    const float fill = shared.finite[r] ? 0.0f : NAN;  // added, so that it turns a result into NaN or leaves it
+    const bool real = r < real_rows;
+    float factor = 1.0f;
+    if (real && features.sinks != nullptr)
+      factor = join_sink(params.sink(row, result_index(r) % params.num_heads), &max, &sum);
+    const bool empty = sum == 0.0f;
+    // Added, so that it turns a result into NaN or leaves it.
+    const float fill = !real || shared.finite[r] ? 0.0f : NAN;
     for (int d = lane; d < params.value.dim; d += 32) {
-      const float x = (empty ? 0.0f : shared.rows[r][d] / sum) + fill;
+      const float x = (empty ? 0.0f : shared.rows[r][d] * factor / sum) + fill;
       store_float(params.out, params.q_dtype, result_index(r) * params.value.dim + d, x);
     }
     if (lane == 0) params.lse[result_index(r)] = (empty ? -INFINITY : max + logf(sum)) + fill;

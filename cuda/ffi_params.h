@@ -17,12 +17,21 @@ namespace jax_foscar {
 
 namespace ffi = xla::ffi;
 
-// Attributes and buffers of one decode-attention call, in the order of primitive.py's lowering.
-struct DecodeCall {
-  ffi::AnyBuffer q, key_codes, key_params, value_codes, value_params, page_table, length, layer, exact_key, exact_value;
-  ffi::AnyBuffer out, lse;
+// The attributes of one decode-attention call; primitive.py's lowering names them alike.
+struct DecodeAttributes {
   float scale;
   int32_t key_bits, key_group, key_per_channel, value_bits, value_group, value_per_channel, sink_tokens, recent_tokens;
+  int32_t is_causal, window_left, window_right;
+  float logits_soft_cap;
+  int32_t has_sinks, has_query_lengths, has_tree_mask;
+};
+
+// Its buffers, in the order of primitive.py, and the attributes.
+struct DecodeCall {
+  ffi::AnyBuffer q, key_codes, key_params, value_codes, value_params, page_table, length, layer, exact_key, exact_value;
+  ffi::AnyBuffer sinks, query_lengths, tree_mask;
+  ffi::AnyBuffer out, lse;
+  DecodeAttributes attributes;
 };
 
 inline ffi::Error invalid(const std::string& what) {
@@ -74,8 +83,42 @@ inline ffi::Error fill_operand(const char* name, const ffi::AnyBuffer& codes, co
   return ffi::Error::Success();
 }
 
+// Operands that were not given are other buffers, which are not looked at.
+inline ffi::Error fill_features(const DecodeCall& call, const DecodeParams& sizes, Features* f) {
+  const DecodeAttributes& given = call.attributes;
+  *f = Features{};
+  f->causal = given.is_causal != 0;
+  f->window_left = given.window_left, f->window_right = given.window_right;
+  f->soft_cap = given.logits_soft_cap;
+  if (f->window_left < 0 || f->window_right < 0 || !(f->soft_cap >= 0))
+    return invalid("windows and the soft cap must not be negative");
+  if (given.has_sinks) {
+    const auto dims = call.sinks.dimensions();
+    if (call.sinks.element_type() != ffi::F32 || dims.size() != 2 || dims[1] != sizes.num_heads)
+      return invalid("sinks must be float32 [rows, heads]");
+    f->sinks = static_cast<const float*>(call.sinks.untyped_data());
+    f->sink_rows = dims[0];
+  }
+  if (given.has_query_lengths) {
+    if (call.query_lengths.element_type() != ffi::S32) return invalid("query_lengths must be int32");
+    f->query_lengths = static_cast<const int32_t*>(call.query_lengths.untyped_data());
+    f->query_length_rows = call.query_lengths.element_count();
+  }
+  if (given.has_tree_mask) {
+    const auto dims = call.tree_mask.dimensions();
+    if (call.tree_mask.element_type() != ffi::PRED || dims.size() != 3 || dims[1] != sizes.num_queries ||
+        dims[2] != sizes.num_queries)
+      return invalid("tree_mask must be bool [rows, queries, queries]");
+    if (!f->causal) return invalid("tree_mask replaces the causal rule, which must not be off");
+    f->tree_mask = static_cast<const uint8_t*>(call.tree_mask.untyped_data());
+    f->tree_mask_rows = dims[0];
+  }
+  return ffi::Error::Success();
+}
+
 inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
   *p = DecodeParams{};
+  const DecodeAttributes& given = call.attributes;
   const auto q = call.q.dimensions();
   const auto out = call.out.dimensions();
   const auto codes = call.key_codes.dimensions();
@@ -92,7 +135,7 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
     case ffi::F16: p->q_dtype = DType::kF16; break;
     default: return invalid("q must be float32, bfloat16 or float16");
   }
-  const bool key_quantized = call.key_bits != 16, value_quantized = call.value_bits != 16;
+  const bool key_quantized = given.key_bits != 16, value_quantized = given.value_bits != 16;
   const ffi::DataType param_dtype = (key_quantized ? call.key_params : call.value_params).element_type();
   if ((key_quantized || value_quantized) && param_dtype != ffi::F16 && param_dtype != ffi::F32)
     return invalid("params must be float16 or float32");
@@ -113,7 +156,7 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
   p->q = call.q.untyped_data();
   p->out = call.out.untyped_data();
   p->lse = static_cast<float*>(call.lse.untyped_data());
-  p->scale = call.scale;
+  p->scale = given.scale;
   if (p->page_size % kTileTokens != 0) return invalid("page_size must be a multiple of 64");
   if (p->num_kv_heads == 0 || p->num_heads % p->num_kv_heads != 0)
     return invalid("query heads must be a multiple of KV heads");
@@ -122,9 +165,9 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
   if (call.lse.element_type() != ffi::F32 || call.out.element_type() != call.q.element_type())
     return invalid("wrong result dtypes");
 
-  const int key_tokens = key_quantized && call.key_per_channel ? call.key_group : 1;
-  const int value_tokens = value_quantized && call.value_per_channel ? call.value_group : 1;
-  p->windows = {call.sink_tokens, call.recent_tokens, std::lcm(key_tokens, value_tokens), 0};
+  const int key_tokens = key_quantized && given.key_per_channel ? given.key_group : 1;
+  const int value_tokens = value_quantized && given.value_per_channel ? given.value_group : 1;
+  p->windows = {given.sink_tokens, given.recent_tokens, std::lcm(key_tokens, value_tokens), 0};
   const bool has_exact = p->windows.group > 1 || p->windows.sink > 0 || p->windows.recent > 0;
   if (has_exact) {
     const auto exact = call.exact_key.dimensions();
@@ -133,16 +176,21 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
     p->windows.ring = static_cast<int>(exact[3]) - p->windows.sink;
     if (p->windows.ring <= 0) return invalid("exact arrays hold no ring");
   }
-  for (int rows : {p->pools, p->table_rows, p->length_rows, p->layer_rows, has_exact ? p->exact_rows : 1})
+  const Features& f = p->features;
+  const auto features = fill_features(call, *p, &p->features);
+  if (features.failure()) return features;
+  for (int rows :
+       {p->pools, p->table_rows, p->length_rows, p->layer_rows, has_exact ? p->exact_rows : 1,
+        f.sinks ? f.sink_rows : 1, f.query_lengths ? f.query_length_rows : 1, f.tree_mask ? f.tree_mask_rows : 1})
     if (rows <= 0 || (p->batch > 0 && p->batch % rows != 0))
       return invalid("an operand of " + std::to_string(rows) + " rows does not divide the batch of " +
                      std::to_string(p->batch));
 
-  auto key = fill_operand("key", call.key_codes, call.key_params, call.exact_key, call.key_bits, call.key_group,
-                          call.key_per_channel, q[3], has_exact, *p, &p->key);
+  auto key = fill_operand("key", call.key_codes, call.key_params, call.exact_key, given.key_bits, given.key_group,
+                          given.key_per_channel, q[3], has_exact, *p, &p->key);
   if (key.failure()) return key;
-  return fill_operand("value", call.value_codes, call.value_params, call.exact_value, call.value_bits, call.value_group,
-                      call.value_per_channel, out[3], has_exact, *p, &p->value);
+  return fill_operand("value", call.value_codes, call.value_params, call.exact_value, given.value_bits,
+                      given.value_group, given.value_per_channel, out[3], has_exact, *p, &p->value);
 }
 
 // The buffers and attributes that follow the platform's own context arguments.
@@ -159,17 +207,22 @@ auto bind_decode(Binding binding) {
       .template Arg<ffi::AnyBuffer>()  // layer
       .template Arg<ffi::AnyBuffer>()  // exact_key
       .template Arg<ffi::AnyBuffer>()  // exact_value
+      .template Arg<ffi::AnyBuffer>()  // sinks
+      .template Arg<ffi::AnyBuffer>()  // query_lengths
+      .template Arg<ffi::AnyBuffer>()  // tree_mask
       .template Ret<ffi::AnyBuffer>()  // out
       .template Ret<ffi::AnyBuffer>()  // lse
-      .template Attr<float>("scale")
-      .template Attr<int32_t>("key_bits")
-      .template Attr<int32_t>("key_group")
-      .template Attr<int32_t>("key_per_channel")
-      .template Attr<int32_t>("value_bits")
-      .template Attr<int32_t>("value_group")
-      .template Attr<int32_t>("value_per_channel")
-      .template Attr<int32_t>("sink_tokens")
-      .template Attr<int32_t>("recent_tokens");
+      .template Attrs<DecodeAttributes>();
 }
 
 }  // namespace jax_foscar
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_foscar::DecodeAttributes, StructMember<float>("scale"),
+                                      StructMember<int32_t>("key_bits"), StructMember<int32_t>("key_group"),
+                                      StructMember<int32_t>("key_per_channel"), StructMember<int32_t>("value_bits"),
+                                      StructMember<int32_t>("value_group"), StructMember<int32_t>("value_per_channel"),
+                                      StructMember<int32_t>("sink_tokens"), StructMember<int32_t>("recent_tokens"),
+                                      StructMember<int32_t>("is_causal"), StructMember<int32_t>("window_left"),
+                                      StructMember<int32_t>("window_right"), StructMember<float>("logits_soft_cap"),
+                                      StructMember<int32_t>("has_sinks"), StructMember<int32_t>("has_query_lengths"),
+                                      StructMember<int32_t>("has_tree_mask"));

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "page_format.h"
+#include "visibility.h"
 #include "windows.h"
 
 namespace jax_foscar {
@@ -46,6 +47,7 @@ struct DecodeParams {
   int pools, layers, pages, page_size, table_width;  // U, L, P, tokens, M
   int table_rows, length_rows, layer_rows, exact_rows;
   Windows windows;
+  Features features;
   float scale;  // multiplies the logits
   DType q_dtype;
   DType param_dtype;  // kF16 or kF32
@@ -60,6 +62,26 @@ struct DecodeParams {
   // Entry of a row in an operand that has `rows` of them.
   JF_HOST_DEVICE constexpr int row_entry(int row, int rows) const {
     return static_cast<int>(int64_t{row} * rows / batch);
+  }
+
+  // The queries of a row, in a cache whose length is not yet held against its capacity.
+  JF_HOST_DEVICE constexpr RowQueries row_queries(int row) const {
+    const Features& f = features;
+    int n = length[row_entry(row, length_rows)], count = num_queries;
+    if (n < 0) n = 0;
+    if (f.query_lengths != nullptr) {
+      const int given = f.query_lengths[row_entry(row, f.query_length_rows)];
+      count = given < 0 ? 0 : given < count ? given : count;
+    }
+    const int64_t tree_size = int64_t{num_queries} * num_queries;
+    const uint8_t* tree = f.tree_mask;
+    if (tree != nullptr) tree += row_entry(row, f.tree_mask_rows) * tree_size;
+    return {n, count, n - count, num_queries, tree};
+  }
+
+  // The sink of a row's query head; only where there are sinks.
+  JF_HOST_DEVICE constexpr float sink(int row, int head) const {
+    return features.sinks[int64_t{row_entry(row, features.sink_rows)} * num_heads + head];
   }
 };
 

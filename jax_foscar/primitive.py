@@ -1,8 +1,9 @@
 """The attention primitive: abstract evaluation, batching by the row rule, lowerings.
 
 Operands, in order: q ``[B, T, N, D]``, key codes and params, value codes and params (``[..., U, L, P, K, a, b]``),
-page_table ``[X, M]``, length ``[X]``, layer ``[X]``, exact key and value ``[X, L, K, S+W, D]``. Those that the format
-does not have (params at 16 bits, exact arrays) are left out.
+page_table ``[X, M]``, length ``[X]``, layer ``[X]``, exact key and value ``[X, L, K, S+W, D]``, sinks f32 ``[X, N]``,
+query_lengths ``[X]``, tree_mask bool ``[X, T, T]``. Those that the format does not have (params at 16 bits, exact
+arrays) or the call did not give are left out, and named in the static ``absent``.
 
 Row rule: row r of B uses entry ``r * X // B`` of an operand with X rows, and pool ``r * U // B``. It is what lets every
 vmap become one call on the same buffers, without a copy of the cache.
@@ -21,12 +22,13 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from . import native, reference, tracing
 from .format import KVFormat
+from .visibility import Options
 
 TARGET = "jax_foscar_decode_attention_v1"
 
 
 class Operands(NamedTuple):
-    """The primitive's operands by name; None for those that the format does not have."""
+    """The primitive's operands by name; None for those that are absent."""
 
     q: Any
     key_codes: Any
@@ -38,18 +40,24 @@ class Operands(NamedTuple):
     layer: Any
     exact_key: Any
     exact_value: Any
+    sinks: Any
+    query_lengths: Any
+    tree_mask: Any
 
     def present(self) -> list[Any]:
         return [x for x in self if x is not None]
+
+    def absent(self) -> tuple[str, ...]:
+        return tuple(name for name, x in zip(self._fields, self, strict=True) if x is None)
 
 
 POOLS = ("key_codes", "key_params", "value_codes", "value_params")
 
 
-def _named(present: Any, fmt: KVFormat) -> Operands:
+def _named(present: Any, absent: tuple[str, ...]) -> Operands:
     """The inverse of ``Operands.present``."""
     rest = iter(present)
-    return Operands(*(None if name in fmt.absent else next(rest) for name in Operands._fields))
+    return Operands(*(None if name in absent else next(rest) for name in Operands._fields))
 
 
 decode_attention_p = Primitive("jax_foscar_decode_attention")
@@ -57,13 +65,14 @@ decode_attention_p.multiple_results = True
 
 
 def bind(
-    operands: Operands, *, fmt: KVFormat, scale: float, value_head_dim: int, implementation: str | None
+    operands: Operands, *, fmt: KVFormat, options: Options, value_head_dim: int, implementation: str | None
 ) -> tuple[Array, Array]:
     """Binds the primitive; returns ``(out [B, T, N, value_head_dim], lse [B, T, N])``."""
     out, lse = decode_attention_p.bind(
         *tracing.same_varying(operands.present()),
+        absent=operands.absent(),
         fmt=fmt,
-        scale=scale,
+        options=options,
         value_head_dim=value_head_dim,
         implementation=implementation,
     )
@@ -87,17 +96,17 @@ ad.primitive_jvps[decode_attention_p] = tracing.no_jvp("decode_attention")
 # --- Batching -----------------------------------------------------------------------------------------------------
 
 
-def _batch(args: Any, dims: Any, *, fmt: KVFormat, **params: Any) -> tuple[Any, Any]:
+def _batch(args: Any, dims: Any, *, absent: tuple[str, ...], **params: Any) -> tuple[Any, Any]:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    x, dim = _named(args, fmt), _named(dims, fmt)
+    x, dim = _named(args, absent), _named(dims, absent)
     mapped = {name for name in Operands._fields if getattr(dim, name) is not None}
     if mapped & set(POOLS):
         batched, axis = _axis_in_front(x, dim, size), 0
-    elif mapped == {"q"}:
-        return _axis_in_heads(x, dim.q, size, fmt=fmt, **params)
+    elif mapped <= {"q", "sinks"}:
+        return _axis_in_heads(x, dim, size, **params)
     else:
         batched, axis = _axis_behind(x, dim, size), 1
-    results = bind(batched, fmt=fmt, **params)
+    results = bind(batched, **params)
     rows = x.q.shape[0 if dim.q is None or dim.q > 0 else 1]
     shape = (size, rows) if axis == 0 else (rows, size)
     return [r.reshape(*shape, *r.shape[1:]) for r in results], [axis, axis]
@@ -132,14 +141,21 @@ def _axis_behind(x: Operands, dim: Operands, size: int) -> Operands:
     return Operands(*map(place, Operands._fields))
 
 
-def _axis_in_heads(x: Operands, d: int, size: int, **params: Any) -> tuple[Any, Any]:
-    """Only q mapped: the axis joins the heads that share a KV head, so that the cache is read once."""
+def _axis_in_heads(x: Operands, dim: Operands, size: int, **params: Any) -> tuple[Any, Any]:
+    """Only q or sinks mapped: the axis joins the heads that share a KV head, so that the cache is read once."""
     kv_heads = x.key_codes.shape[-3]
-    q = jnp.moveaxis(x.q, d, 0)
-    rows, queries, heads = q.shape[1:4]
-    split = q.reshape(size, rows, queries, kv_heads, heads // kv_heads, -1)
-    joined = jnp.moveaxis(split, 0, 3).reshape(rows, queries, size * heads, -1)
-    results = bind(x._replace(q=joined), **params)
+
+    def join(value: Any, d: int | None, axis: int) -> Any:
+        """``value`` with the mapped axis right behind the KV heads in ``axis``, that of the heads."""
+        value = jnp.broadcast_to(value, (size, *value.shape)) if d is None else jnp.moveaxis(value, d, 0)
+        lead, heads, rest = value.shape[1 : axis + 1], value.shape[axis + 1], value.shape[axis + 2 :]
+        split = value.reshape(size, *lead, kv_heads, heads // kv_heads, *rest)
+        return jnp.moveaxis(split, 0, axis + 1).reshape(*lead, size * heads, *rest)
+
+    q = join(x.q, dim.q, 2)
+    sinks = None if x.sinks is None else join(x.sinks, dim.sinks, 1)
+    rows, queries, heads = q.shape[0], q.shape[1], q.shape[2] // size
+    results = bind(x._replace(q=q, sinks=sinks), **params)
 
     def part(r: Array) -> Array:
         r = r.reshape(rows, queries, kv_heads, size, heads // kv_heads, *r.shape[3:])
@@ -155,8 +171,8 @@ batching.primitive_batchers[decode_attention_p] = _batch
 # --- Lowering -----------------------------------------------------------------------------------------------------
 
 
-def _reference(*args: Array, fmt: KVFormat, implementation: str | None, **params: Any) -> tuple[Array, Array]:
-    return reference.attend(*_named(args, fmt), fmt=fmt, **params)
+def _reference(*args: Array, absent: tuple[str, ...], implementation: str | None, **params: Any) -> tuple[Array, Array]:
+    return reference.attend(*_named(args, absent), **params)
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
@@ -171,7 +187,13 @@ def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str | None, **par
 
 def _lower_kernel(platform: str) -> Any:
     def lower(
-        ctx: Any, *operands: Any, fmt: KVFormat, scale: float, value_head_dim: int, implementation: str | None
+        ctx: Any,
+        *operands: Any,
+        absent: tuple[str, ...],
+        fmt: KVFormat,
+        options: Options,
+        value_head_dim: int,
+        implementation: str | None,
     ) -> Any:
         if implementation not in (None, platform):
             raise ValueError(
@@ -179,9 +201,9 @@ def _lower_kernel(platform: str) -> Any:
                 f"implementation out, or place the computation on a {implementation} device"
             )
         require_module(platform)
-        # The handler's arguments are always all there; one that the format lacks is filled and not looked at.
-        avals = _named(ctx.avals_in, fmt)
-        values = _named(operands, fmt)
+        # The handler's arguments are always all there; one that is absent is filled and not looked at.
+        avals = _named(ctx.avals_in, absent)
+        values = _named(operands, absent)
         filled = [
             (values.page_table, avals.page_table) if value is None else (value, aval)
             for value, aval in zip(values, avals, strict=True)
@@ -192,20 +214,26 @@ def _lower_kernel(platform: str) -> Any:
             size = workspace_bytes(batch, num_queries, num_heads, avals.key_codes.shape[-3], value_head_dim)
             results.append(tracing.like(avals.length, (size,), np.dtype("uint8")))
         full = ctx.replace(avals_in=[aval for _, aval in filled], avals_out=results)
-        attributes = {"scale": np.float32(scale), **_attributes(fmt, avals.q, value_head_dim)}
+        attributes = _attributes(fmt, options, avals, value_head_dim)
         return jax.ffi.ffi_lowering(TARGET)(full, *(value for value, _ in filled), **attributes)[: len(ctx.avals_out)]
 
     return lower
 
 
-def _attributes(fmt: KVFormat, q: Any, value_head_dim: int) -> dict[str, np.int32]:
-    """The format as the handler's attributes; dtypes are fixed here and nowhere else."""
+def _attributes(fmt: KVFormat, options: Options, x: Operands, value_head_dim: int) -> dict[str, np.generic]:
+    """Format, options and which operands there are, as the handler's attributes (``cuda/ffi_params.h``); dtypes are
+    fixed here and nowhere else."""
+    left, right = options.window
     attributes = {"sink_tokens": fmt.sink_tokens, "recent_tokens": fmt.recent_tokens}
-    for name, quant, dim in (("key", fmt.key, q.shape[-1]), ("value", fmt.value, value_head_dim)):
+    attributes |= {"is_causal": options.is_causal, "window_left": left, "window_right": right}
+    for name, quant, dim in (("key", fmt.key, x.q.shape[-1]), ("value", fmt.value, value_head_dim)):
         attributes[f"{name}_bits"] = quant.bits
         attributes[f"{name}_group"] = quant.group_size(dim)
         attributes[f"{name}_per_channel"] = quant.per == "channel"
-    return {name: np.int32(value) for name, value in attributes.items()}
+    for name in ("sinks", "query_lengths", "tree_mask"):
+        attributes[f"has_{name}"] = getattr(x, name) is not None
+    reals = {"scale": options.scale, "logits_soft_cap": options.soft_cap}
+    return {k: np.int32(v) for k, v in attributes.items()} | {k: np.float32(v) for k, v in reals.items()}
 
 
 def workspace_bytes(batch: Any, num_queries: Any, num_heads: int, num_kv_heads: int, value_head_dim: int) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from . import layout, quantize, windows
+from . import layout, quantize, visibility, windows
 from .format import KVFormat, Quant
+from .visibility import Options
 
 
 def expand_rows(x: Array, batch: int) -> Array:
@@ -42,9 +43,12 @@ def attend(
     layer: Array,
     exact_key: Array | None,
     exact_value: Array | None,
+    sinks: Array | None,
+    query_lengths: Array | None,
+    tree_mask: Array | None,
     *,
     fmt: KVFormat,
-    scale: float,
+    options: Options,
     value_head_dim: int,
 ) -> tuple[Array, Array]:
     """Attention over the dequantized cache, in float32; operands and row rule as in ``primitive.py``.
@@ -69,11 +73,13 @@ def attend(
     keys = tokens(key_codes, key_params, "key", fmt.key, head_dim)
     values = tokens(value_codes, value_params, "value", fmt.value, value_head_dim)
 
-    # Positions: queries [B, T, 1], paged tokens [S].
-    position = (n[:, None] - num_queries + jnp.arange(num_queries, dtype=n.dtype))[..., None]
-    first_exact = windows.boundary(position, n[:, None, None], fmt)
-    paged = jnp.arange(keys.shape[2], dtype=n.dtype)
-    visible = (paged >= fmt.sink_tokens) & (paged < jnp.minimum(first_exact, position + 1))
+    # What each query sees of the paged tokens [S]; queries [B, T, 1].
+    given = None if query_lengths is None else expand_rows(query_lengths, batch)
+    count = visibility.query_counts(given, num_queries, n)
+    tree = None if tree_mask is None else expand_rows(tree_mask, batch)
+    sight = visibility.visible(n, count, tree, num_queries, fmt, options)
+    paged = jnp.arange(keys.shape[2], dtype=n.dtype)[None, None]
+    visible = sight.sees(paged) & (paged >= fmt.sink_tokens) & (paged < sight.boundary)
 
     if exact_key is not None and exact_value is not None:
         row = jnp.arange(batch)
@@ -81,7 +87,7 @@ def attend(
         keys = jnp.concatenate([keys, rows_of(exact_key).astype(jnp.float32)], axis=2)
         values = jnp.concatenate([values, rows_of(exact_value).astype(jnp.float32)], axis=2)
         held = windows.slot_tokens(n, fmt)[:, None]
-        exact = (held >= 0) & (held <= position) & ((held < fmt.sink_tokens) | (held >= first_exact))
+        exact = (held >= 0) & sight.sees(held) & ((held < fmt.sink_tokens) | (held >= sight.boundary))
         visible = jnp.concatenate([visible, exact], axis=-1)
 
     # What a query does not see may hold anything and must not reach it, not even as 0 * NaN: values that are not finite
@@ -91,11 +97,19 @@ def attend(
 
     queries = q.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, -1, head_dim)
     highest = lax.Precision.HIGHEST
-    logits = jnp.einsum("btkgd,bksd->bkgts", queries, keys, precision=highest) * jnp.float32(scale)
+    logits = jnp.einsum("btkgd,bksd->bkgts", queries, keys, precision=highest) * jnp.float32(options.scale)
+    if options.soft_cap:
+        logits = jnp.tanh(logits / jnp.float32(options.soft_cap)) * jnp.float32(options.soft_cap)
     logits = jnp.where(visible, logits, -jnp.inf)
     peak = logits.max(axis=-1, keepdims=True)
-    weights = jnp.where(visible, jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0, peak)), 0)
+    if sinks is not None:
+        sink = expand_rows(sinks, batch).reshape(batch, num_kv_heads, -1, 1, 1)
+        peak = jnp.maximum(peak, sink)
+    base = jnp.where(jnp.isneginf(peak), 0, peak)
+    weights = jnp.where(visible, jnp.exp(logits - base), 0)
     total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - base)
     out = jnp.einsum("bkgts,bksd->bkgtd", weights, jnp.where(finite, values, 0), precision=highest)
     out = out / jnp.where(total == 0, 1, total)
     poisoned = jnp.einsum("bkgts,bksd->bkgtd", jnp.broadcast_to(visible, weights.shape).astype(jnp.float32),
@@ -105,11 +119,14 @@ def attend(
 
     # A row that cannot be read as asked, or a query that is not finite, gives NaN instead of something plausible.
     pages = jnp.arange(table.shape[1], dtype=n.dtype) * page_size
-    used = (pages < windows.quantized_length(n, fmt)[:, None]) & (pages + page_size > fmt.sink_tokens)
+    needed = jnp.maximum(visibility.first_visible(n, count, options), fmt.sink_tokens)
+    used = (pages < windows.quantized_length(n, fmt)[:, None]) & (pages + page_size > needed[:, None])
     bad_row = (
         (n > table.shape[1] * page_size) | (layer != safe_layer) | (used & ((table < 0) | (table >= num_pages))).any(1)
     )
     bad = bad_row[:, None, None] | ~jnp.isfinite(q.astype(jnp.float32)).all(axis=-1)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, value_head_dim)
     lse = lse.transpose(0, 3, 1, 2).reshape(batch, num_queries, num_heads)
-    return jnp.where(bad[..., None], jnp.nan, out).astype(q.dtype), jnp.where(bad, jnp.nan, lse)
+    out, lse = jnp.where(bad[..., None], jnp.nan, out), jnp.where(bad, jnp.nan, lse)
+    padding = (jnp.arange(num_queries) >= count[:, None])[..., None]
+    return jnp.where(padding[..., None], 0, out).astype(q.dtype), jnp.where(padding, -jnp.inf, lse)

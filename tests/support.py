@@ -330,7 +330,20 @@ def make_cache(
 # --- Attention, in numpy ----------------------------------------------------------------------------------------------
 
 
-def attention(q: Any, cache: KVCache, *, layer: int = 0, scale: float | None = None, dtype: Any = np.float64) -> tuple:
+def attention(
+    q: Any,
+    cache: KVCache,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    query_lengths: Any = None,
+    tree_mask: Any = None,
+    dtype: Any = np.float64,
+) -> tuple:
     """``(out, lse)`` of attention over what the cache holds, everything computed in ``dtype``."""
     fmt = cache.format
     single = q.ndim == 3
@@ -340,8 +353,13 @@ def attention(q: Any, cache: KVCache, *, layer: int = 0, scale: float | None = N
     pools, layers, num_pages, kv_heads = cache.key.codes.shape[:4]
     scale = dtype(1 / math.sqrt(dim) if scale is None else scale)
     table, lengths = np.asarray(cache.page_table), np.asarray(cache.length)
+    counts = np.clip(np.full(batch, queries) if query_lengths is None else np.asarray(query_lengths), 0, queries)
+    sinks = np.full(heads, -np.inf, dtype) if sinks is None else np.asarray(sinks).astype(dtype)
+    trees = None if tree_mask is None else np.broadcast_to(tree_mask, (batch, queries, queries))
     out = np.full((batch, queries, heads, cache.value_head_dim), np.nan, dtype)
     lse = np.full((batch, queries, heads), np.nan, dtype)
+    padding = np.arange(queries) >= counts[:, None]
+    out[padding], lse[padding] = 0, -np.inf
     arrays = [
         (np.asarray(p.codes), None if p.params is None else np.asarray(p.params)) for p in (cache.key, cache.value)
     ]
@@ -350,7 +368,8 @@ def attention(q: Any, cache: KVCache, *, layer: int = 0, scale: float | None = N
         n, pool = int(lengths[b]), b * pools // batch
         held = quantized_length(n, fmt)
         ids = table[b, : -(-held // fmt.page_size)]
-        needed = ids[fmt.sink_tokens // fmt.page_size :]
+        oldest = n - int(counts[b]) - (n if local_window_size is None else local_window_size[0])
+        needed = ids[max(fmt.sink_tokens, oldest) // fmt.page_size :]
         if n > cache.capacity or not 0 <= layer < layers or ((needed < 0) | (needed >= num_pages)).any():
             continue
         ids = np.clip(ids, 0, num_pages - 1)
@@ -365,34 +384,49 @@ def attention(q: Any, cache: KVCache, *, layer: int = 0, scale: float | None = N
             x = np.moveaxis(x, 1, 0).reshape(kv_heads, len(ids) * fmt.page_size, size)[:, :held]
             x = np.concatenate([x, np.zeros((kv_heads, n - held, size), dtype)], axis=1)
             tokens.append((x, None if exact is None else exact[b, layer][:, slot(t, fmt)].astype(dtype)))
-        for j in range(queries):
-            p = n - queries + j
-            seen = t[: max(p + 1, 0)]
+        for j in range(counts[b]):
+            tree = None if trees is None else trees[b, j]
+            seen, p = seen_tokens(n, int(counts[b]), j, is_causal, local_window_size, tree)
             from_exact = ((seen < fmt.sink_tokens) | (seen >= boundary(p, n, fmt)))[:, None]
             keys, values = (
                 x[:, seen] if e is None else np.where(from_exact, e[:, seen], x[:, seen]) for x, e in tokens
             )
             grouped = q[b, j].reshape(kv_heads, -1, dim)
-            out[b, j], lse[b, j] = _softmax(grouped, keys, values, scale, heads)
+            out[b, j], lse[b, j] = _softmax(grouped, keys, values, scale, logits_soft_cap, sinks)
             out[b, j][~np.isfinite(q[b, j]).all(-1)] = np.nan
             lse[b, j][~np.isfinite(q[b, j]).all(-1)] = np.nan
     return (out[:, 0], lse[:, 0]) if single else (out, lse)
 
 
-def _softmax(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: Any, heads: int) -> tuple:
+def seen_tokens(n: int, count: int, j: int, is_causal: bool, window: Any, tree: Any) -> tuple[np.ndarray, int]:
+    """The tokens that query j of ``count`` sees in a row of n, and the position that decides what is exact."""
+    left, right = (n, n) if window is None else window
+    t, p = np.arange(n), n - count + j
+    if tree is not None:  # the window is the end of the path to the draft, which ends with the draft itself
+        drafts = [n - count + i for i in range(count) if tree[i] and n - count + i >= 0]
+        path = np.array([*range(n - count), *(drafts or [n])])
+        path, p = path[max(len(path) - 1 - left, 0) :], len(path) - 1
+        return path[path < n], p
+    last, newest = (p, p) if is_causal else (p + right, n - 1)
+    return t[(t >= p - left) & (t <= last)], newest
+
+
+def _softmax(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: Any, cap: Any, sinks: np.ndarray) -> tuple:
     """One query of each head ``[K, N/K, D]`` over ``[K, S, D]``."""
-    if keys.shape[1] == 0:
-        return np.zeros((heads, values.shape[-1]), q.dtype), np.full(heads, -np.inf, q.dtype)
-    with np.errstate(invalid="ignore", over="ignore"):
+    sinks = sinks.reshape(*q.shape[:2], 1)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         logits = np.matmul(q, keys.swapaxes(1, 2)) * scale
+        if cap is not None:
+            logits = np.tanh(logits / q.dtype.type(cap)) * q.dtype.type(cap)
+        logits = np.concatenate([logits, sinks], -1)
         peak = logits.max(-1, keepdims=True)
-        weights = np.exp(logits - peak)
+        weights = np.exp(logits - np.where(np.isneginf(peak), 0, peak))
         total = weights.sum(-1, keepdims=True)
         # Elementwise over the tokens, for BLAS may skip a weight of 0 that meets NaN.
         poisoned = np.isnan(values).any(axis=1)[:, None]
-        out = np.matmul(weights, np.nan_to_num(values)) / total
+        out = np.matmul(weights[..., :-1], np.nan_to_num(values)) / np.where(total == 0, 1, total)
         out = np.where(poisoned, np.nan, out)
-        return out.reshape(heads, -1), (peak + np.log(total)).reshape(heads)
+        return out.reshape(sinks.size, -1), (peak + np.log(total)).reshape(sinks.size)
 
 
 def check_attention(actual: Any, q: Any, cache: KVCache, implementation: str, **options: Any) -> None:

@@ -78,6 +78,79 @@ CASES = {
     "negative layer": (lambda: attend(layer=-1), ValueError, r"layer must be in \[0, 2\), got -1"),
     "layer type": (lambda: attend(layer=1.0), TypeError, r"layer must be an int or an integer scalar, got 1.0"),
     "layer shape": (lambda: attend(layer=jnp.zeros(2, int)), TypeError, r"layer must be an int or an integer scalar"),
+    "is_causal": (
+        lambda: attend(is_causal=jnp.bool_(True)),
+        TypeError,
+        r"is_causal must be True or False, not traced, got ",
+    ),
+    "window": (
+        lambda: attend(local_window_size=(1, 2, 3)),
+        ValueError,
+        r"local_window_size must be an int or a pair \(left, right\), got \(1, 2, 3\)",
+    ),
+    "window type": (lambda: attend(local_window_size=2.5), TypeError, r"local_window_size must be an int, got 2.5"),
+    "window side": (
+        lambda: attend(local_window_size=(None, 0)),
+        TypeError,
+        r"local_window_size must be an int, got None",
+    ),
+    "negative window": (
+        lambda: attend(local_window_size=(-1, 0)),
+        ValueError,
+        r"local_window_size must be at least 0, got -1",
+    ),
+    "soft cap": (
+        lambda: attend(logits_soft_cap=jnp.float32(30)),
+        TypeError,
+        r"logits_soft_cap must be None or a Python number, not traced, got ",
+    ),
+    "soft cap zero": (
+        lambda: attend(logits_soft_cap=0),
+        ValueError,
+        r"logits_soft_cap must be finite and above 0 \(None is no cap\), got 0",
+    ),
+    "soft cap nan": (
+        lambda: attend(logits_soft_cap=float("nan")),
+        ValueError,
+        r"logits_soft_cap must be finite and above 0 .*, got nan",
+    ),
+    "soft cap tiny": (
+        lambda: attend(logits_soft_cap=1e-60),
+        ValueError,
+        r"logits_soft_cap must be finite and above 0 .*, got 1e-60",
+    ),
+    "sinks dtype": (
+        lambda: attend(sinks=jnp.zeros(4, int)),
+        TypeError,
+        r"sinks must be an array of float32, bfloat16, float16, got int32",
+    ),
+    "sinks list": (lambda: attend(sinks=[0.0] * 4), TypeError, r"sinks must be an array of .*, got list"),
+    "sinks shape": (lambda: attend(sinks=jnp.zeros((2, 4))), ValueError, r"sinks must have shape \[4\], got \[2, 4\]"),
+    "query_lengths dtype": (
+        lambda: attend(query_lengths=jnp.ones(2)),
+        TypeError,
+        r"query_lengths must be an array of integer, got float32",
+    ),
+    "query_lengths shape": (
+        lambda: attend(query_lengths=jnp.ones(3, int)),
+        ValueError,
+        r"query_lengths must have shape \[2\], got \[3\]",
+    ),
+    "tree_mask dtype": (
+        lambda: attend(tree_mask=jnp.ones((1, 1))),
+        TypeError,
+        r"tree_mask must be an array of bool, got float32",
+    ),
+    "tree_mask shape": (
+        lambda: attend(tree_mask=jnp.ones((4, 1, 1), bool)),
+        ValueError,
+        r"tree_mask must have shape \[1, 1\] or \[2, 1, 1\], got \[4, 1, 1\]",
+    ),
+    "tree_mask without causality": (
+        lambda: attend(tree_mask=jnp.ones((1, 1), bool), is_causal=False),
+        ValueError,
+        r"tree_mask replaces the causal rule among the drafts: leave is_causal=True, got False",
+    ),
     # write, append, advance
     "k dtype": (
         lambda: write(K.astype(jnp.int8)),
