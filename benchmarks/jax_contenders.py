@@ -90,48 +90,73 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def microseconds(step: Callable[..., jax.Array], q: jax.Array, operands: object, calls: int, repeats: int) -> float:
+    """Microseconds of one ``step(q, operands, i)``, each step's output being the next one's query.
+
+    On a GPU from the difference between programs of ``calls`` and of three times as many: a program costs a few hundred
+    microseconds to start and to wait for, which a model pays once a step and a CUDA graph of a peer hardly at all.
+    """
+
+    def seconds_of(count: int) -> float:
+        @jax.jit
+        def program(q: jax.Array, operands: object) -> jax.Array:
+            for i in range(count):
+                q = step(q, operands, i)
+            return q
+
+        return seconds(lambda: program(q, operands), repeats)
+
+    if jax.default_backend() != "gpu":
+        return seconds_of(1) * 1e6
+    return (seconds_of(3 * calls) - seconds_of(calls)) / (2 * calls) * 1e6
+
+
 def ours(shape: Shape, fmt: KVFormat, dtype: str, implementation: str | None, repeats: int) -> tuple[float, int, float]:
     """Microseconds a call, bytes a call reads, relative L2 error.
 
-    On a GPU one program calls the kernel for several layers, as a model does, so that launches overlap with work and no
-    layer is warm in L2.
+    On a GPU the calls go through several layers, as a model's do, so that none is warm in L2.
     """
-    on_gpu = jax.default_backend() == "gpu"
     one_layer = cache_shapes(shape, fmt, layers=1).nbytes
-    layers = min(max(-(-COLD_BYTES // one_layer), 2), 32) if on_gpu else 1
+    layers = min(max(-(-COLD_BYTES // one_layer), 2), 32) if jax.default_backend() == "gpu" else 1
     cache = random_cache(shape, fmt, layers)
     q = jax.random.normal(jax.random.key(7), (shape.batch, shape.heads, shape.head_dim), dtype)
-    calls = max(layers, 16) if on_gpu else 1
+    attend = functools.partial(decode_attention, implementation=implementation)
 
-    @jax.jit
-    def program(q: jax.Array, cache: KVCache) -> jax.Array:
-        for i in range(calls):  # each call's output is the next one's query, so that they cannot overlap
-            q = decode_attention(q, cache, layer=i % layers, implementation=implementation)
-        return q
+    def step(q: jax.Array, cache: KVCache, i: int) -> jax.Array:
+        return attend(q, cache, layer=i % layers)
 
-    error = check(cache, q, jax.jit(functools.partial(decode_attention, implementation=implementation))(q, cache))
-    return seconds(lambda: program(q, cache), repeats) * 1e6 / calls, bytes_read(cache), error
+    error = check(cache, q, jax.jit(attend)(q, cache))
+    return microseconds(step, q, cache, max(layers, 8), repeats), bytes_read(cache), error
 
 
-def jax_nn(shape: Shape, dtype: str, implementation: str, repeats: int) -> float:
-    """Microseconds of ``jax.nn.dot_product_attention`` over a cache of ``dtype``."""
+def unquantized(shape: Shape, dtype: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """A query a row, and keys, values and lengths as ``jax.nn`` has them."""
     keys = jax.random.split(jax.random.key(0), 3)
     size = (shape.batch, shape.length, shape.kv_heads, shape.head_dim)
     k, v = (jax.random.normal(key, size, dtype) for key in keys[:2])
     q = jax.random.normal(keys[2], (shape.batch, 1, shape.heads, shape.head_dim), dtype)
-    lengths = jnp.asarray(shape.row_lengths())
-    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=implementation))
-    return seconds(lambda: attend(q, k, v, key_value_seq_lengths=lengths), repeats) * 1e6
+    return q, (k, v, jnp.asarray(shape.row_lengths()))
+
+
+def jax_nn(shape: Shape, dtype: str, implementation: str, repeats: int) -> float:
+    """Microseconds of ``jax.nn.dot_product_attention`` over a cache of ``dtype``."""
+    q, operands = unquantized(shape, dtype)
+
+    def step(q: jax.Array, operands: tuple[jax.Array, ...], _: int) -> jax.Array:
+        k, v, lengths = operands
+        return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=implementation)
+
+    return microseconds(step, q, operands, 4, repeats)
 
 
 def pallas(shape: Shape, repeats: int) -> float:
     """Microseconds of JAX's Pallas decode attention over a bfloat16 cache."""
     from jax.experimental.pallas.ops.gpu import decode_attention as pallas_decode
 
-    keys = jax.random.split(jax.random.key(0), 3)
-    size = (shape.batch, shape.length, shape.kv_heads, shape.head_dim)
-    k, v = (jax.random.normal(key, size, jnp.bfloat16) for key in keys[:2])
-    q = jax.random.normal(keys[2], (shape.batch, shape.heads, shape.head_dim), jnp.bfloat16)
-    lengths = jnp.asarray(shape.row_lengths())
-    attend = jax.jit(lambda q, k, v, n: pallas_decode.gqa(q, k, v, kv_seq_len=n))
-    return seconds(lambda: attend(q, k, v, lengths), repeats) * 1e6
+    q, operands = unquantized(shape, "bfloat16")
+
+    def step(q: jax.Array, operands: tuple[jax.Array, ...], _: int) -> jax.Array:
+        k, v, lengths = operands
+        return pallas_decode.gqa(q, k, v, kv_seq_len=lengths)
+
+    return microseconds(step, q[:, 0], operands, 4, repeats)

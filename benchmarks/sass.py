@@ -236,16 +236,16 @@ class Graph:
         return min(heads, key=lambda head: len(self.loops[head]), default=None)
 
     def common_path(self, head: int) -> list[int]:
-        """From the loop's head to its back edge: most MMAs, then shared-memory reads, then copies, then shortest."""
+        """From the loop's head to its back edge: most MMAs, then copies, then shortest."""
         position = {block: i for i, block in enumerate(self.order)}
         blocks = sorted(self.loops[head], key=position.__getitem__)
-        best: dict[int, tuple[tuple[int, ...], list[int]]] = {head: ((0, 0, 0, 0), [])}
+        best: dict[int, tuple[tuple[int, ...], list[int]]] = {head: ((0, 0, 0), [])}
         ends = []
         for block in blocks:
             if block not in best:
                 continue
             score, path = best[block]
-            gains = [self.count({block}, kinds) for kinds in (MMAS, {"LDS", "LDSM"}, COPIES)]
+            gains = [self.count({block}, kinds) for kinds in (MMAS, COPIES)]
             gains.append(-len(self.blocks[block]))
             score = tuple(a + b for a, b in zip(score, gains, strict=True))
             for successor in self.next[block]:

@@ -26,17 +26,25 @@ __device__ float load_query(const DecodeParams& params, int64_t i) {
   return __bfloat162float(static_cast<const __nv_bfloat16*>(params.q)[i]);
 }
 
-// A row without tokens gives 0 and -inf; one that cannot be read, or a query that is not finite, NaN.
+// A row without tokens gives 0 and the sink, or -inf; one that cannot be read, or a query that is not finite, NaN.
 __device__ void write_empty(const DecodeParams& params, int64_t index, bool bad, int lane) {
+  float max = -INFINITY, sum = 0.0f;
+  normalize(params, index, &max, &sum);
+  bad |= isnan(sum);
   for (int d = lane; d < params.key.dim; d += 32) bad |= !isfinite(load_query(params, index * params.key.dim + d));
   bad = __any_sync(kAllLanes, bad);
   for (int d = lane; d < params.value.dim; d += 32)
     store_output(params, index * params.value.dim + d, bad ? NAN : 0.0f);
-  if (lane == 0) params.lse[index] = bad ? NAN : -INFINITY;
+  if (lane == 0) params.lse[index] = bad ? NAN : natural_lse(max, sum);
 }
 
 // 2^(from - to), where `to` is at least `from`; 1 where nothing was seen.
 __device__ float scale_to(float from, float to) { return to == -INFINITY ? 1.0f : exp2f(from - to); }
+
+__device__ void write_padding(const DecodeParams& params, int64_t index, int lane) {
+  for (int d = lane; d < params.value.dim; d += 32) store_output(params, index * params.value.dim + d, 0.0f);
+  if (lane == 0) params.lse[index] = -INFINITY;
+}
 
 // kQuads: of 4 channels each, what a lane takes.
 template <int kWarps, int kQuads>
@@ -55,6 +63,10 @@ __global__ void __launch_bounds__(threads(kWarps))
   ptx::launch_dependents();  // the next call's decode kernel, which waits likewise
   ptx::wait_for_dependency();
 
+  if (query >= params.row_queries(row).count) {
+    if (warp == 0) write_padding(params, index, lane);
+    return;
+  }
   const int before = row_start[row], after = row_start[row + 1], all = row_start[params.batch];
   const int count = after - before;  // units of the item
   if (count == 0) {
@@ -136,7 +148,7 @@ __global__ void __launch_bounds__(threads(kWarps))
       }
     }
   }
-  const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+  const float factor = normalize(params, index, &max, &sum);
 #pragma unroll
   for (int j = 0; j < kQuads; ++j) {
     const int channel = 4 * (32 * j + lane);

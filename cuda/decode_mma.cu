@@ -90,8 +90,6 @@ TileBytes tile_bytes(const DecodeParams& params, int pair_bytes) {
 }  // namespace
 
 const char* refuse_decode_mma(const DecodeParams& params) {
-  if (params.features.any())
-    return "jax_foscar decode_attention: the fast kernel has no windows, soft cap, sinks, query lengths or tree mask";
   const Choice choice = choose(params);
   if (choice.variant == nullptr) return "jax_foscar decode_attention: the fast kernel has no such variant";
   // The schedule counts in 32 bits; a row and item has at most this many units.

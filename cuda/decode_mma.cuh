@@ -6,8 +6,7 @@
 // then the item's exact tokens (exact.cuh).  What it has of an item goes to the outputs if the whole item was its own,
 // else to the workspace for combine.cu.
 //
-// Not handled: 16-bit operands, head dims that differ, and what is not in the kernel's lists of kinds.  A NaN among the
-// exact values of a token that only some of the queries see reaches all of them.
+// Not handled: 16-bit operands, head dims that differ, and what is not in the kernel's lists of kinds.
 #pragma once
 
 #include "exact.cuh"
@@ -82,14 +81,15 @@ struct Traits {
   using Queries = jax_foscar::cuda::Queries<kDim, kTiles, Keys::kAnyPerChannel>;
   static constexpr int kGroups = Values::max_groups(padded_dim(kDim));
   using Outputs = jax_foscar::cuda::Outputs<kDim, kTiles, kGroups>;
+  static constexpr TileBytes kTileBytes = fixed_tile_bytes<Keys, Values>(kDim, kPairBytes);
   // What a warp has behind its ring.  Rings begin at multiples of 128 bytes: copies to other addresses cost 5 % of the
   // read rate.
   struct alignas(128) Own {
     Queries queries;
-    uint64_t barriers[kNumBarriers];
+    uint64_t barriers[kTileBytes.total() != 0 ? 1 : kNumBarriers];  // only of bulk copies
   };
   struct Sizes {
-    static constexpr TileBytes kBytes = fixed_tile_bytes<Keys, Values>(kDim, kPairBytes);
+    static constexpr TileBytes kBytes = kTileBytes;
     static constexpr bool kFixed = kBytes.total() != 0;
     static constexpr int kStages = kFixed ? fixed_stages(kMaxWarps, kBytes.total(), sizeof(Own)) : 0;
     __device__ static TileBytes get(const Plan& plan) { return kFixed ? kBytes : plan.bytes; }
@@ -99,14 +99,18 @@ struct Traits {
   static constexpr int kWarpBytes = sizeof(Own) + kScanBytes;  // of shared memory, beside the ring
 };
 
-// The softmax state of the lane's query rows 4 tile + c, and what they see.
+// The softmax state of the lane's query rows 4 tile + c.
 template <int kTiles>
 struct Softmax {
   float max[kTiles];  // of the base-2 logits
   float sum[kTiles];  // of the lane's tokens
-  int end[kTiles];    // tokens below it are visible: the query's position + 1
-  int paged[kTiles];  // paged tokens below it are
 };
+
+// cap * tanh(x / cap), where a cap is set.
+__device__ __forceinline__ float capped(float x, float cap, float inverse) {
+  // 1 - 2 / (e^2u + 1); 2.885... = 2 log2(e).
+  return fmaf(-2.0f * cap, ptx::reciprocal(ptx::exp2(x * inverse * 2.8853900817779268f) + 1.0f), cap);
+}
 
 // How far (base 2) a score may pass the maximum before that is renewed: weights up to 2^kSlack do no harm, and most
 // tiles need no exchange between lanes.
@@ -147,6 +151,22 @@ __device__ __forceinline__ void exponentiate(const float (&steps)[T::kTiles], fl
   }
 }
 
+// Scores to capped logits (base 2), whose step is 1.
+template <class T, int kCount>
+__device__ __forceinline__ void cap_scores(const DecodeParams& params, float (&steps)[T::kTiles],
+                                           float (&scores)[T::kTiles][kCount][2]) {
+  const float cap = params.features.soft_cap * 1.4426950408889634f, inverse = 1.0f / cap;
+#pragma unroll
+  for (int tile = 0; tile < T::kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; ++i) {
+      float& score = scores[tile][i / 2][i % 2];
+      score = capped(score * steps[tile], cap, inverse);
+    }
+    steps[tile] = 1.0f;
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Plan& plan, typename T::Stream& stream,
                                             const RowWork& work, int first_token, bool masked, int lane,
@@ -169,13 +189,15 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
       steps[tile] = Key::kPerChannel ? 1.0f : queries.rows[4 * tile + lane % 4].step;
   });
   stream.replace_keys();
+  if (params.features.soft_cap != 0.0f) cap_scores<T>(params, steps, scores);
   if (masked) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      const Visible visible = queries.rows[4 * tile + lane % 4].visible;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int token = first_token + 8 * i + lane / 4;
-        if (token < params.windows.sink || token >= softmax.paged[tile]) scores[tile][i / 2][i % 2] = -INFINITY;
+        if (!visible.sees_paged(token, params.windows.sink)) scores[tile][i / 2][i % 2] = -INFINITY;
       }
     }
   }
@@ -199,37 +221,34 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
 
 template <class T>
 __device__ __forceinline__ void attend_exact(const DecodeParams& params, const ItemRows& rows, const RowWork& work,
-                                             int row, int kv_head, int unit, int lane, Softmax<T::kTiles>& softmax,
+                                             int row, int kv_head, int unit, int lane,
+                                             const typename T::Queries& queries, Softmax<T::kTiles>& softmax,
                                              typename T::Outputs& out) {
   const Windows& windows = params.windows;
   const int64_t head =
-      (int64_t{row_entry(params, row, params.exact_rows)} * params.layers + work.layer) * params.num_kv_heads + kv_head;
+      (int64_t{params.row_entry(row, params.exact_rows)} * params.layers + work.layer) * params.num_kv_heads + kv_head;
   const int64_t head_slots = head * (windows.sink + windows.ring);
   ExactChunk chunk(work, windows, unit - work.tiles, lane);
   float scores[T::kTiles][1][2], steps[T::kTiles];
   score_exact<T::kDim>(params, rows, chunk, head_slots, lane, scores);
-  bool any[2] = {false, false};
+#pragma unroll
+  for (int tile = 0; tile < T::kTiles; ++tile) steps[tile] = params.scale * 1.4426950408889634f;
+  if (params.features.soft_cap != 0.0f) cap_scores<T>(params, steps, scores);
+  unsigned seen[2] = {};  // of the lane's tokens, by the lane's query rows: one bit a tile
 #pragma unroll
   for (int tile = 0; tile < T::kTiles; ++tile) {
-    steps[tile] = 1.0f;
+    const Visible visible = queries.rows[4 * tile + lane % 4].visible;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int token = chunk.token[r];
-      const bool visible =
-          chunk.slot[r] >= 0 && token < softmax.end[tile] && (token < windows.sink || token >= softmax.paged[tile]);
-      any[r] |= visible;
-      float& score = scores[tile][0][r];
-      score = visible ? score * params.scale * 1.4426950408889634f : -INFINITY;
+      if (chunk.slot[r] >= 0 && visible.sees_exact(chunk.token[r], windows.sink)) {
+        seen[r] |= 1u << tile;
+      } else {
+        scores[tile][0][r] = -INFINITY;
+      }
     }
   }
-  // Values that no query sees may be anything, and 0 * NaN is NaN: they are not read.
-  const unsigned four = 0xfu << (lane & ~3);  // the lanes of the same tokens
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if ((__ballot_sync(kAllLanes, any[r]) & four) == 0) chunk.slot[r] = -1;
-  }
   exponentiate<T>(steps, scores, softmax, out);
-  add_values_exact(params, chunk, head_slots, scores, lane, out);
+  add_values_exact(params, chunk, head_slots, seen, scores, lane, out);
 }
 
 // Leaves an item, or the warp's part of it.
@@ -247,10 +266,13 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
       out.offsets[tile][group] = sum_over_tokens(out.offsets[tile][group]);
       if (negative & 0x11111111u << c) out.offsets[tile][group] = NAN;
     }
-    if (bad || !queries.rows[4 * tile + c].finite) sum = NAN;
     const int64_t index = rows.index(4 * tile + c);
     if (index < 0) continue;
-    const float factor = !whole ? 1.0f : sum == 0.0f ? 0.0f : 1.0f / sum;
+    if (bad || !queries.rows[4 * tile + c].finite) sum = NAN;
+    const bool real = rows.is_real(4 * tile + c);
+    float max = softmax.max[tile], factor = 1.0f;
+    if (!real) max = -INFINITY, sum = 0.0f;
+    if (whole) factor = real ? normalize(params, index, &max, &sum) : 0.0f;
 #pragma unroll
     for (int u = 0; u < T::Outputs::kRowTiles; ++u) {
       // The offset of the channel's group.
@@ -264,7 +286,7 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
       for (int r = 0; r < 2; ++r) {
         const int channel = 16 * u + 8 * r + g;
         if (T::kDim % 32 != 0 && channel >= T::kDim) continue;
-        const float x = (out.sums[tile][u][r] + offset) * factor;
+        const float x = real ? (out.sums[tile][u][r] + offset) * factor : 0.0f;
         if (whole) {
           store_output(params, index * T::kDim + channel, x);
         } else {
@@ -274,9 +296,9 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
     }
     if (g != 0) continue;
     if (whole) {
-      params.lse[index] = natural_lse(softmax.max[tile], sum);
+      params.lse[index] = natural_lse(max, sum);
     } else {
-      piece[T::kRows * T::kDim + 4 * tile + c] = softmax.max[tile];
+      piece[T::kRows * T::kDim + 4 * tile + c] = max;
       piece[T::kRows * (T::kDim + 1) + 4 * tile + c] = sum;
     }
   }
@@ -299,22 +321,30 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
   const Start start = find_start(params, plan.blocks, scan, plan.row_start);
   if (start.count == 0) return;
   const int kv_head = start.kv_head;
-  const auto rows_of = [&](int row, int block) {
-    return ItemRows{int64_t{row} * params.num_queries,
-                    block * T::kRows,
-                    params.num_queries * ratio,
-                    ratio,
-                    params.num_heads,
-                    kv_head * ratio};
-  };
-  const auto load = [&](const ItemRows& rows) {
+  // The next item's query rows, what they see, and their numbers.
+  const auto load = [&](int row, int block) {
+    const RowQueries row_queries = params.row_queries(row);
+    const ItemRows rows = {int64_t{row} * params.num_queries,
+                           block * T::kRows,
+                           params.num_queries * ratio,
+                           row_queries.count * ratio,
+                           ratio,
+                           params.num_heads,
+                           kv_head * ratio};
+    __syncwarp();
+    if (lane < T::kRows) {
+      queries.rows[lane].visible =
+          rows.is_real(lane) ? visible(params.features, params.windows, row_queries, (rows.first + lane) / ratio)
+                             : Visible{};
+    }
     T::Keys::call(plan.key_kind, [&](auto kind) {
       using Key = decltype(kind);
       constexpr int kGroup = Key::kGroup == 0 ? padded_dim(T::kDim) : Key::kGroup;
       load_queries<Key::kBits, Key::kPerChannel, kGroup>(params, rows, lane, queries);
     });
+    return rows;
   };
-  load(rows_of(start.row, start.block));  // before the copies, or it would wait behind them
+  ItemRows rows = load(start.row, start.block);  // before the copies, or it would wait behind them
   typename T::Stream stream(params, plan, start, stages, own.barriers);
 
   RowWork work = start.work;
@@ -322,11 +352,10 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
   int row = start.row, block = start.block, unit = start.unit;
   while (true) {
     // One item, or the part of it that is the warp's.
-    const int first_row = block * T::kRows;
-    const ItemRows rows = rows_of(row, block);
     Softmax<T::kTiles> softmax;
     typename T::Outputs out;
-    int lowest = work.quantized;
+    // Paged tokens that every query row sees.
+    int plain_first = params.windows.sink, plain_last = work.quantized;
 #pragma unroll
     for (int tile = 0; tile < T::kTiles; ++tile) {
 #pragma unroll
@@ -335,31 +364,31 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
 #pragma unroll
       for (int u = 0; u < T::Outputs::kRowTiles; ++u) out.sums[tile][u][0] = out.sums[tile][u][1] = 0.0f;
       softmax.max[tile] = -INFINITY, softmax.sum[tile] = 0.0f;
-      softmax.end[tile] = 0, softmax.paged[tile] = work.quantized;
-      const int i = first_row + 4 * tile + lane % 4;
-      if (i < rows.count) {
-        const int position = work.length - params.num_queries + (params.num_queries == 1 ? 0 : i / ratio);
-        softmax.end[tile] = max(position + 1, 0);
-        softmax.paged[tile] = position < 0 ? 0 : min(params.windows.boundary(position, work.length), position + 1);
-        lowest = min(lowest, softmax.paged[tile]);
+      if (rows.is_real(4 * tile + lane % 4)) {
+        const Visible visible = queries.rows[4 * tile + lane % 4].visible;
+        plain_first = max(plain_first, visible.begin);
+        plain_last = min(plain_last, min(visible.boundary, visible.end));
+        if (visible.drafts != nullptr) plain_last = min(plain_last, visible.first_draft);
       }
     }
-    lowest = min(lowest, __shfl_xor_sync(kAllLanes, lowest, 1));
-    lowest = min(lowest, __shfl_xor_sync(kAllLanes, lowest, 2));
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      plain_first = max(plain_first, __shfl_xor_sync(kAllLanes, plain_first, distance));
+      plain_last = min(plain_last, __shfl_xor_sync(kAllLanes, plain_last, distance));
+    }
+    const int plain_begin = (plain_first + kTileTokens - 1) / kTileTokens - work.first_tile;
+    const int plain_end = plain_last / kTileTokens - work.first_tile;
 
     const bool begins_here = unit == 0;
     const int end = min(work.units, unit + left);
     left -= end - unit;
-    // Tiles of which every query sees every token.
-    const int plain_begin = (params.windows.sink + kTileTokens - 1) / kTileTokens - work.first_tile;
-    const int plain_end = lowest / kTileTokens - work.first_tile;
     const bool has_tiles = unit < min(end, work.tiles);
     for (; unit < min(end, work.tiles); ++unit) {
       const int first_token = (work.first_tile + unit) * kTileTokens;
       const bool masked = unit < plain_begin || unit >= plain_end;
       attend_tile<T>(params, plan, stream, work, first_token, masked, lane, queries, softmax, out);
     }
-    for (; unit < end; ++unit) attend_exact<T>(params, rows, work, row, kv_head, unit, lane, softmax, out);
+    for (; unit < end; ++unit) attend_exact<T>(params, rows, work, row, kv_head, unit, lane, queries, softmax, out);
 
     finish<T>(params, rows, begins_here && end == work.units, has_tiles && stream.item_was_bad(),
               plan.pieces + (int64_t{blockIdx.x * warps + warp} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
@@ -372,7 +401,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
       do work = row_work(params, ++row);
       while (work.units == 0);
     }
-    load(rows_of(row, block));
+    rows = load(row, block);
   }
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void score_exact(const DecodeParams& params, const It
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int64_t index = rows.index(4 * tile + g / 2);
+      const int64_t index = rows.query_index(4 * tile + g / 2);
       uint32_t q[4] = {};
       if (inside && index >= 0) {
         for (int i = 0; i < 4; ++i)
@@ -72,12 +72,25 @@ __device__ __forceinline__ void score_exact(const DecodeParams& params, const It
   }
 }
 
+// `seen`: of the lane's two tokens, by its query rows, one bit a tile.  A value that a query does not see may be
+// anything, and 0 * NaN is NaN: where queries differ in what they see, each takes a product of its own.
 template <int kDim, int kTiles, int kMaxGroups>
 __device__ __forceinline__ void add_values_exact(const DecodeParams& params, const ExactChunk& chunk,
-                                                 int64_t head_slots, const float (&p)[kTiles][1][2], int lane,
+                                                 int64_t head_slots, const unsigned (&seen)[2],
+                                                 const float (&p)[kTiles][1][2], int lane,
                                                  Outputs<kDim, kTiles, kMaxGroups>& out) {
+  constexpr unsigned kAllTiles = (1u << kTiles) - 1;
   const int c = lane % 4;
   uint2 b[kTiles];
+  unsigned seen_by_any[2];
+  bool differ = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const unsigned pair = seen[r] | __shfl_xor_sync(kAllLanes, seen[r], 1);
+    seen_by_any[r] = pair | __shfl_xor_sync(kAllLanes, pair, 2);
+    differ |= seen_by_any[r] != 0 && seen[r] != kAllTiles;
+  }
+  differ = __any_sync(kAllLanes, differ);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     uint32_t parts[2];  // a token's high and low part
@@ -87,22 +100,41 @@ __device__ __forceinline__ void add_values_exact(const DecodeParams& params, con
     }
     b[tile] = {parts[0], parts[1]};
   }
+  // The values of 16 channels, of the tokens that are asked for.
+  const auto values = [&](int u, bool first, bool second, uint32_t (&a)[4]) {
+    for (int i = 0; i < 4; ++i) {
+      const int channel = 16 * u + 8 * (i % 2) + 2 * c;
+      uint32_t pair = 0;
+      if (i / 2 == 0 ? first : second)
+        pair =
+            *reinterpret_cast<const uint32_t*>(params.value.exact + (head_slots + chunk.slot[i / 2]) * kDim + channel);
+      a[i] = ptx::transpose_b16(pair);
+    }
+  };
+  const auto add = [&](int u, int tile, const uint32_t (&a)[4], bool wanted) {
+    float sums[4] = {};
+    ptx::mma_bf16(sums, a, b[tile]);
+    if (!wanted) return;
+    out.sums[tile][u][0] += sums[0] + sums[1];
+    out.sums[tile][u][1] += sums[2] + sums[3];
+  };
 #pragma unroll
   for (int u = 0; u < kDim / 16; ++u) {
     uint32_t a[4];
-    for (int i = 0; i < 4; ++i) {
-      const int slot = chunk.slot[i / 2], channel = 16 * u + 8 * (i % 2) + 2 * c;
-      uint32_t pair = 0;
-      if (slot >= 0)
-        pair = *reinterpret_cast<const uint32_t*>(params.value.exact + (head_slots + slot) * kDim + channel);
-      a[i] = ptx::transpose_b16(pair);
-    }
+    if (!differ) {
+      values(u, seen_by_any[0] != 0, seen_by_any[1] != 0, a);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      float sums[4] = {};
-      ptx::mma_bf16(sums, a, b[tile]);
-      out.sums[tile][u][0] += sums[0] + sums[1];
-      out.sums[tile][u][1] += sums[2] + sums[3];
+      for (int tile = 0; tile < kTiles; ++tile) add(u, tile, a, true);
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        for (int row = 0; row < 4; ++row) {
+          const unsigned first = __shfl_sync(kAllLanes, seen[0], (lane & ~3) + row);
+          const unsigned second = __shfl_sync(kAllLanes, seen[1], (lane & ~3) + row);
+          values(u, first >> tile & 1, second >> tile & 1, a);
+          add(u, tile, a, row == c);
+        }
+      }
     }
   }
 }

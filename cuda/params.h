@@ -61,7 +61,8 @@ struct DecodeParams {
 
   // Entry of a row in an operand that has `rows` of them.
   JF_HOST_DEVICE constexpr int row_entry(int row, int rows) const {
-    return static_cast<int>(int64_t{row} * rows / batch);
+    // Most operands have a row each, or one for all: a 64-bit division takes a GPU 0.3 us.
+    return rows == batch ? row : rows == 1 ? 0 : static_cast<int>(int64_t{row} * rows / batch);
   }
 
   // The queries of a row, in a cache whose length is not yet held against its capacity.

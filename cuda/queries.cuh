@@ -130,6 +130,7 @@ struct Queries {
     float step;  // logit (base 2) = step * score
     bool finite;
     float sums[kMaxGroups];  // of the group's integers, for the offsets
+    Visible visible;         // nothing, for padding
   };
 
   static constexpr int kLowLanes = kTiles == 1 ? 16 : 32;  // of one tile, what stands in the odd columns is not used
@@ -175,7 +176,7 @@ __device__ __noinline__ void load_queries(const DecodeParams& params, const Item
 #pragma unroll 1
   for (int tile = 0; tile < kTiles; ++tile) {
     LaneChannels<kBits, kDim> channels;
-    channels.load(params, rows.index(4 * tile + g / 2), lane);
+    channels.load(params, rows.query_index(4 * tile + g / 2), lane);
     const float max = channels.max();
     auto& row = queries.rows[4 * tile + g / 2];
     const bool writes = g % 2 == 0 && c == 0;

@@ -18,6 +18,22 @@ __device__ __forceinline__ void store_output(const DecodeParams& params, int64_t
   }
 }
 
+// Joins the head's sink, where there are sinks, to a softmax of base-2 maximum and sum; returns what an output's sum is
+// multiplied by.  `index` is that of [B, T, N].
+__device__ __forceinline__ float normalize(const DecodeParams& params, int64_t index, float* max, float* sum) {
+  float factor = 1.0f;
+  if (params.features.sinks != nullptr) {
+    const int head = static_cast<int>(index % params.num_heads);
+    const int row = static_cast<int>(index / params.num_heads / params.num_queries);
+    const float sink = params.sink(row, head) * 1.4426950408889634f;
+    const float top = sink > *max ? sink : *max, base = top == -INFINITY ? 0.0f : top;
+    factor = exp2f(*max - base);
+    *sum = *sum * factor + exp2f(sink - base);
+    *max = top;
+  }
+  return *sum == 0.0f ? 0.0f : factor / *sum;
+}
+
 // -inf where no token was seen, NaN where the sum is.
 __device__ __forceinline__ float natural_lse(float max, float sum) {
   return sum == 0.0f ? -INFINITY : fmaf(max, 0.69314718055994531f, logf(sum));

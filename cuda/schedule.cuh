@@ -28,32 +28,29 @@ struct RowWork {
   int tiles;        // of 64 paged tokens
   int exact_begin;  // exact tokens: [0, exact_sinks) and [exact_begin, length)
   int exact_sinks;
-  int units;  // tiles, then chunks of exact tokens; 0 for a row that is empty or cannot be read
+  int units;  // tiles, then chunks of exact tokens; 0 for a row that is empty, without queries, or cannot be read
   bool bad;   // the length or the layer is out of range: the row's results are NaN
 };
-
-// DecodeParams::row_entry without its 64-bit division where it is not needed.
-__device__ __forceinline__ int row_entry(const DecodeParams& params, int row, int rows) {
-  return rows == params.batch ? row : rows == 1 ? 0 : params.row_entry(row, rows);
-}
 
 // Not inlined: it is long, and rare.
 __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int row) {
   const Windows& windows = params.windows;
+  const RowQueries queries = params.row_queries(row);
   RowWork work = {};
-  work.length = max(params.length[row_entry(params, row, params.length_rows)], 0);
-  work.layer = params.layer[row_entry(params, row, params.layer_rows)];
+  work.length = queries.length;
+  work.layer = params.layer[params.row_entry(row, params.layer_rows)];
   work.bad =
       work.length > int64_t{params.table_width} * params.page_size || work.layer < 0 || work.layer >= params.layers;
-  if (work.bad) return work;
+  if (work.bad || queries.count == 0) return work;
+  const int first_seen = first_visible(params.features, queries), first_paged = max(windows.sink, first_seen);
   work.quantized = windows.ring == 0 ? work.length : windows.quantized_length(work.length);
-  work.first_tile = windows.sink / kTileTokens;
-  if (work.quantized > windows.sink) work.tiles = (work.quantized - 1) / kTileTokens + 1 - work.first_tile;
+  work.first_tile = first_paged / kTileTokens;
+  if (work.quantized > first_paged) work.tiles = (work.quantized - 1) / kTileTokens + 1 - work.first_tile;
   if (windows.ring > 0 && work.length > 0) {
     // The oldest query reaches furthest back into the ring.
-    const int oldest = max(work.length - params.num_queries, 0);
-    work.exact_sinks = min(windows.sink, work.length);
-    work.exact_begin = max(windows.sink, windows.boundary(oldest, work.length));
+    const int oldest = params.features.causal ? max(queries.first, 0) : work.length - 1;
+    work.exact_sinks = first_seen < windows.sink ? min(windows.sink, work.length) : 0;
+    work.exact_begin = max(first_paged, windows.boundary(oldest, work.length));
   } else {
     work.exact_begin = work.length;
   }
@@ -65,7 +62,8 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
 // The query rows of one item.
 struct ItemRows {
   int64_t first_query;  // row * T
-  int first, count;     // of the KV head's T * ratio rows: the item's first, and how many there are
+  int first;            // of the KV head's T * ratio rows
+  int count, real;      // those rows, and those of them whose query is no padding
   int ratio, num_heads, first_head;
 
   // Index in [B, T, N] of the item's row r, or -1 past the last.
@@ -73,6 +71,9 @@ struct ItemRows {
     const int i = first + r;
     return i < count ? (first_query + i / ratio) * num_heads + first_head + i % ratio : -1;
   }
+  __device__ __forceinline__ bool is_real(int r) const { return first + r < real; }
+  // The same where there is a query to read, else -1.
+  __device__ __forceinline__ int64_t query_index(int r) const { return is_real(r) ? index(r) : -1; }
 };
 
 // The cut of the list: the first `extra` ranges have `base` + 1 units, the others `base`.

@@ -31,7 +31,7 @@ class TileStream {
 
   // The stream of the tiles among the units of `start`; `stages` is the warp's ring, `barriers` its mbarriers.
   __device__ TileStream(const DecodeParams& params, const Plan& plan, const Start& start, uint8_t* stages,
-                        const uint64_t (&barriers)[kNumBarriers])
+                        const uint64_t* barriers)
       : params_(params),
         plan_(plan),
         kv_head_(start.kv_head),
@@ -127,9 +127,9 @@ class TileStream {
   __device__ __forceinline__ void set_row(const RowWork& work) {
     tiles_ = work.tiles, units_ = work.units, first_tile_ = work.first_tile;
     block_ = 0;
-    const int pool = row_entry(params_, row_, params_.pools);
+    const int pool = params_.row_entry(row_, params_.pools);
     head_ = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
-    table_ = params_.page_table + int64_t{row_entry(params_, row_, params_.table_rows)} * params_.table_width;
+    table_ = params_.page_table + int64_t{params_.row_entry(row_, params_.table_rows)} * params_.table_width;
   }
 
   // From unit_ of the item to the first tile at or after it; reads its page id.

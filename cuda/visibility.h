@@ -19,11 +19,6 @@ struct Features {
   const int32_t* query_lengths;   // [query_length_rows], real queries a row, clipped to [0, T]
   const uint8_t* tree_mask;       // [tree_mask_rows, T, T], 0 or 1: query j sees the draft token i
   int sink_rows, query_length_rows, tree_mask_rows;
-
-  JF_HOST_DEVICE constexpr bool any() const {
-    return !causal || window_left != kUnbounded || soft_cap != 0 || sinks != nullptr || query_lengths != nullptr ||
-           tree_mask != nullptr;
-  }
 };
 
 // The queries of one row: the first `count` of its T are real, the newest tokens; the others are padding.
