@@ -1,10 +1,12 @@
-// The XLA FFI handler of the CUDA platform.
+// The XLA FFI handlers of the CUDA platform.
 #include "ffi.h"
 
 #include <utility>
 
 #include "decode_attention.h"
 #include "ffi_params.h"
+#include "ffi_write_params.h"
+#include "write.h"
 
 namespace jax_foscar::cuda {
 namespace {
@@ -50,8 +52,24 @@ XLA_FFI_DEFINE_HANDLER(kDecodeAttention, DecodeAttentionImpl,
                            .Ret<ffi::AnyBuffer>(),  // workspace, which primitive.py's lowering adds
                        {ffi::Traits::kCmdBufferCompatible});
 
+ffi::Error WriteImpl(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t key_bits,
+                     int32_t key_group, int32_t key_per_channel, int32_t value_bits, int32_t value_group,
+                     int32_t value_per_channel, int32_t sink_tokens, int32_t recent_tokens) {
+  WriteParams params;
+  const auto error = read_write(args, rets, key_bits, key_group, key_per_channel, value_bits, value_group,
+                                value_per_channel, sink_tokens, recent_tokens, &params);
+  if (error.failure()) return error;
+  const char* failure = write(params, stream);
+  return failure == nullptr ? ffi::Error::Success() : ffi::Error::Internal(failure);
+}
+
+XLA_FFI_DEFINE_HANDLER(kWrite, WriteImpl, bind_write(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>()),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 void* decode_attention_handler() { return reinterpret_cast<void*>(kDecodeAttention); }
+
+void* write_handler() { return reinterpret_cast<void*>(kWrite); }
 
 }  // namespace jax_foscar::cuda

@@ -1,4 +1,5 @@
-// From XLA buffers to DecodeParams: the checks and the shape arithmetic that both platforms' handlers share.
+// From XLA buffers to DecodeParams: the checks and the shape arithmetic that both platforms' handlers share; those of
+// the cache's arrays also serve writes (ffi_write_params.h).
 //
 // Python has already named every misuse (jax_foscar/attention.py); what is checked again here is only what would make a
 // kernel read out of bounds, so that a hand-written or stale HLO cannot.
@@ -25,9 +26,7 @@ struct DecodeCall {
   int32_t key_bits, key_group, key_per_channel, value_bits, value_group, value_per_channel, sink_tokens, recent_tokens;
 };
 
-inline ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jax_foscar decode_attention: " + what);
-}
+inline ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("jax_foscar: " + what); }
 
 // Product of the leading axes, those before the last `trailing`.
 inline int64_t leading_rows(const ffi::AnyBuffer& buffer, size_t trailing) {
@@ -35,63 +34,44 @@ inline int64_t leading_rows(const ffi::AnyBuffer& buffer, size_t trailing) {
   return std::accumulate(dims.begin(), dims.end() - trailing, int64_t{1}, std::multiplies<>());
 }
 
-// One of K and V.  `codes` is [..., U, L, P, K, page_size, bytes]; leading axes beyond U come from vmap and count as
-// pools.
-inline ffi::Error fill_operand(const char* name, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& params,
-                               const ffi::AnyBuffer& exact, int bits, int group, bool per_channel, int dim,
-                               bool has_exact, const DecodeParams& sizes, OperandParams* operand) {
-  *operand = OperandParams{};
-  operand->codes = static_cast<const uint8_t*>(codes.untyped_data());
-  operand->bits = bits;
-  operand->dim = dim;
-  operand->group = group;
-  operand->per_channel = per_channel;
+// One of K and V, whose format the attributes gave.  `codes` is [..., U, L, P, K, page_size, bytes]; leading axes
+// beyond U come from vmap and count as pools.
+inline ffi::Error check_operand(const char* name, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& params,
+                                const ffi::AnyBuffer& exact, int exact_rows, const CacheShape& sizes,
+                                const OperandFormat& format) {
   const std::string of = std::string(name) + " ";
+  const int bits = format.bits, dim = format.dim, group = format.group;
   if (bits != 2 && bits != 4 && bits != 16) return invalid(of + "bits must be 2, 4 or 16");
   if (dim <= 0 || dim > 256 || dim % 16 != 0) return invalid(of + "head dim must be a multiple of 16, up to 256");
   if (codes.element_type() != ffi::U8) return invalid(of + "codes must be uint8");
   const int64_t heads = int64_t{sizes.pools} * sizes.layers * sizes.pages * sizes.num_kv_heads;
-  if (static_cast<int64_t>(codes.element_count()) != heads * operand->page_bytes(sizes.page_size))
+  if (static_cast<int64_t>(codes.element_count()) != heads * format.page_bytes(sizes.page_size))
     return invalid(of + "codes have " + std::to_string(codes.element_count()) + " bytes, the format needs " +
-                   std::to_string(heads * operand->page_bytes(sizes.page_size)));
+                   std::to_string(heads * format.page_bytes(sizes.page_size)));
   if (bits != 16) {
     const bool known_group =
-        per_channel ? group == 32 || group == 64 : group == dim || group == 32 || group == 64 || group == 128;
-    if (!known_group || (per_channel ? sizes.page_size : dim) % group != 0)
+        format.per_channel ? group == 32 || group == 64 : group == dim || group == 32 || group == 64 || group == 128;
+    if (!known_group || (format.per_channel ? sizes.page_size : dim) % group != 0)
       return invalid(of + "group " + std::to_string(group) + " is not one of this layout's");
-    if (static_cast<int64_t>(params.element_count()) != heads * operand->page_pairs(sizes.page_size) * 2)
+    if (static_cast<int64_t>(params.element_count()) != heads * format.page_pairs(sizes.page_size) * 2)
       return invalid(of + "params have the wrong number of elements");
-    operand->params = params.untyped_data();
   }
-  if (has_exact) {
-    const int64_t slots = sizes.windows.sink + sizes.windows.ring;
-    if (exact.element_type() != ffi::BF16 ||
-        static_cast<int64_t>(exact.element_count()) !=
-            int64_t{sizes.exact_rows} * sizes.layers * sizes.num_kv_heads * slots * dim)
-      return invalid(of + "exact array has the wrong dtype or size");
-    operand->exact = static_cast<const uint16_t*>(exact.untyped_data());
-  }
+  const int64_t slots = int64_t{sizes.windows.sink} + sizes.windows.ring;
+  if (sizes.windows.ring > 0 &&
+      (exact.element_type() != ffi::BF16 || static_cast<int64_t>(exact.element_count()) !=
+                                                int64_t{exact_rows} * sizes.layers * sizes.num_kv_heads * slots * dim))
+    return invalid(of + "exact array has the wrong dtype or size");
   return ffi::Error::Success();
 }
 
-inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
-  *p = DecodeParams{};
-  const auto q = call.q.dimensions();
-  const auto out = call.out.dimensions();
+// What any call on a cache says of it, in buffers and attributes with the names of DecodeCall; all of CacheShape but
+// the batch.
+template <class Call>
+ffi::Error fill_cache(const Call& call, CacheShape* p) {
   const auto codes = call.key_codes.dimensions();
-  const auto value_codes = call.value_codes.dimensions();
   const auto table = call.page_table.dimensions();
-  if (q.size() != 4 || out.size() != 4 || codes.size() < 6 || value_codes.size() != codes.size() || table.size() != 2)
-    return invalid("wrong rank of q, out, codes or page_table");
-  if (!std::equal(q.begin(), q.begin() + 3, out.begin()) ||
-      static_cast<int64_t>(call.lse.element_count()) != q[0] * q[1] * q[2])
-    return invalid("out and lse must have q's batch, queries and heads");
-  switch (call.q.element_type()) {
-    case ffi::F32: p->q_dtype = DType::kF32; break;
-    case ffi::BF16: p->q_dtype = DType::kBF16; break;
-    case ffi::F16: p->q_dtype = DType::kF16; break;
-    default: return invalid("q must be float32, bfloat16 or float16");
-  }
+  if (codes.size() < 6 || call.value_codes.dimensions().size() != codes.size() || table.size() < 2)
+    return invalid("wrong rank of codes or page_table");
   const bool key_quantized = call.key_bits != 16, value_quantized = call.value_bits != 16;
   const ffi::DataType param_dtype = (key_quantized ? call.key_params : call.value_params).element_type();
   if ((key_quantized || value_quantized) && param_dtype != ffi::F16 && param_dtype != ffi::F32)
@@ -101,11 +81,53 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
   p->param_dtype = param_dtype == ffi::F32 ? DType::kF32 : DType::kF16;
 
   const size_t lead = codes.size() - 6;
-  p->batch = q[0], p->num_queries = q[1], p->num_heads = q[2];
   p->pools = leading_rows(call.key_codes, 5);
   p->layers = codes[lead + 1], p->pages = codes[lead + 2], p->num_kv_heads = codes[lead + 3];
   p->page_size = codes[lead + 4];
-  p->table_rows = table[0], p->table_width = table[1];
+  p->table_width = table.back();
+  if (p->page_size % kTileTokens != 0) return invalid("page_size must be a multiple of 64");
+
+  const int key_tokens = key_quantized && call.key_per_channel ? call.key_group : 1;
+  const int value_tokens = value_quantized && call.value_per_channel ? call.value_group : 1;
+  p->windows = {call.sink_tokens, call.recent_tokens, std::lcm(key_tokens, value_tokens), 0};
+  if (p->windows.group > 1 || p->windows.sink > 0 || p->windows.recent > 0) {
+    const auto exact = call.exact_key.dimensions();
+    if (exact.size() < 5) return invalid("exact arrays must have rank 5");
+    p->windows.ring = static_cast<int>(exact[exact.size() - 2]) - p->windows.sink;
+    if (p->windows.ring <= 0) return invalid("exact arrays hold no ring");
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error fill_operand(const char* name, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& params,
+                               const ffi::AnyBuffer& exact, const OperandFormat& format, const DecodeParams& sizes,
+                               OperandParams* operand) {
+  static_cast<OperandFormat&>(*operand) = format;
+  operand->codes = static_cast<const uint8_t*>(codes.untyped_data());
+  operand->params = format.bits == 16 ? nullptr : params.untyped_data();
+  operand->exact = sizes.windows.ring > 0 ? static_cast<const uint16_t*>(exact.untyped_data()) : nullptr;
+  return check_operand(name, codes, params, exact, sizes.exact_rows, sizes, format);
+}
+
+inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
+  *p = DecodeParams{};
+  const auto q = call.q.dimensions();
+  const auto out = call.out.dimensions();
+  if (q.size() != 4 || out.size() != 4 || call.page_table.dimensions().size() != 2)
+    return invalid("wrong rank of q, out or page_table");
+  if (!std::equal(q.begin(), q.begin() + 3, out.begin()) ||
+      static_cast<int64_t>(call.lse.element_count()) != q[0] * q[1] * q[2])
+    return invalid("out and lse must have q's batch, queries and heads");
+  switch (call.q.element_type()) {
+    case ffi::F32: p->q_dtype = DType::kF32; break;
+    case ffi::BF16: p->q_dtype = DType::kBF16; break;
+    case ffi::F16: p->q_dtype = DType::kF16; break;
+    default: return invalid("q must be float32, bfloat16 or float16");
+  }
+  if (auto cache = fill_cache(call, p); cache.failure()) return cache;
+
+  p->batch = q[0], p->num_queries = q[1], p->num_heads = q[2];
+  p->table_rows = call.page_table.dimensions()[0];
   p->length_rows = call.length.element_count(), p->layer_rows = call.layer.element_count();
   p->page_table = static_cast<const int32_t*>(call.page_table.untyped_data());
   p->length = static_cast<const int32_t*>(call.length.untyped_data());
@@ -114,7 +136,6 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
   p->out = call.out.untyped_data();
   p->lse = static_cast<float*>(call.lse.untyped_data());
   p->scale = call.scale;
-  if (p->page_size % kTileTokens != 0) return invalid("page_size must be a multiple of 64");
   if (p->num_kv_heads == 0 || p->num_heads % p->num_kv_heads != 0)
     return invalid("query heads must be a multiple of KV heads");
   for (const ffi::AnyBuffer* ints : {&call.page_table, &call.length, &call.layer})
@@ -122,46 +143,26 @@ inline ffi::Error fill_params(const DecodeCall& call, DecodeParams* p) {
   if (call.lse.element_type() != ffi::F32 || call.out.element_type() != call.q.element_type())
     return invalid("wrong result dtypes");
 
-  const int key_tokens = key_quantized && call.key_per_channel ? call.key_group : 1;
-  const int value_tokens = value_quantized && call.value_per_channel ? call.value_group : 1;
-  p->windows = {call.sink_tokens, call.recent_tokens, std::lcm(key_tokens, value_tokens), 0};
-  const bool has_exact = p->windows.group > 1 || p->windows.sink > 0 || p->windows.recent > 0;
-  if (has_exact) {
-    const auto exact = call.exact_key.dimensions();
-    if (exact.size() != 5) return invalid("exact arrays must have rank 5");
-    p->exact_rows = exact[0];
-    p->windows.ring = static_cast<int>(exact[3]) - p->windows.sink;
-    if (p->windows.ring <= 0) return invalid("exact arrays hold no ring");
-  }
+  const bool has_exact = p->windows.ring > 0;
+  if (has_exact) p->exact_rows = call.exact_key.dimensions()[0];
   for (int rows : {p->pools, p->table_rows, p->length_rows, p->layer_rows, has_exact ? p->exact_rows : 1})
     if (rows <= 0 || (p->batch > 0 && p->batch % rows != 0))
       return invalid("an operand of " + std::to_string(rows) + " rows does not divide the batch of " +
                      std::to_string(p->batch));
 
-  auto key = fill_operand("key", call.key_codes, call.key_params, call.exact_key, call.key_bits, call.key_group,
-                          call.key_per_channel, q[3], has_exact, *p, &p->key);
+  auto key =
+      fill_operand("key", call.key_codes, call.key_params, call.exact_key,
+                   {call.key_bits, static_cast<int>(q[3]), call.key_group, call.key_per_channel != 0}, *p, &p->key);
   if (key.failure()) return key;
-  return fill_operand("value", call.value_codes, call.value_params, call.exact_value, call.value_bits, call.value_group,
-                      call.value_per_channel, out[3], has_exact, *p, &p->value);
+  return fill_operand("value", call.value_codes, call.value_params, call.exact_value,
+                      {call.value_bits, static_cast<int>(out[3]), call.value_group, call.value_per_channel != 0}, *p,
+                      &p->value);
 }
 
-// The buffers and attributes that follow the platform's own context arguments.
+// The format as primitive.py's format_attributes sends it, last of a call's attributes.
 template <typename Binding>
-auto bind_decode(Binding binding) {
+auto bind_format(Binding binding) {
   return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()  // q
-      .template Arg<ffi::AnyBuffer>()  // key_codes
-      .template Arg<ffi::AnyBuffer>()  // key_params
-      .template Arg<ffi::AnyBuffer>()  // value_codes
-      .template Arg<ffi::AnyBuffer>()  // value_params
-      .template Arg<ffi::AnyBuffer>()  // page_table
-      .template Arg<ffi::AnyBuffer>()  // length
-      .template Arg<ffi::AnyBuffer>()  // layer
-      .template Arg<ffi::AnyBuffer>()  // exact_key
-      .template Arg<ffi::AnyBuffer>()  // exact_value
-      .template Ret<ffi::AnyBuffer>()  // out
-      .template Ret<ffi::AnyBuffer>()  // lse
-      .template Attr<float>("scale")
       .template Attr<int32_t>("key_bits")
       .template Attr<int32_t>("key_group")
       .template Attr<int32_t>("key_per_channel")
@@ -170,6 +171,25 @@ auto bind_decode(Binding binding) {
       .template Attr<int32_t>("value_per_channel")
       .template Attr<int32_t>("sink_tokens")
       .template Attr<int32_t>("recent_tokens");
+}
+
+// The buffers and attributes that follow the platform's own context arguments.
+template <typename Binding>
+auto bind_decode(Binding binding) {
+  return bind_format(std::move(binding)
+                         .template Arg<ffi::AnyBuffer>()  // q
+                         .template Arg<ffi::AnyBuffer>()  // key_codes
+                         .template Arg<ffi::AnyBuffer>()  // key_params
+                         .template Arg<ffi::AnyBuffer>()  // value_codes
+                         .template Arg<ffi::AnyBuffer>()  // value_params
+                         .template Arg<ffi::AnyBuffer>()  // page_table
+                         .template Arg<ffi::AnyBuffer>()  // length
+                         .template Arg<ffi::AnyBuffer>()  // layer
+                         .template Arg<ffi::AnyBuffer>()  // exact_key
+                         .template Arg<ffi::AnyBuffer>()  // exact_value
+                         .template Ret<ffi::AnyBuffer>()  // out
+                         .template Ret<ffi::AnyBuffer>()  // lse
+                         .template Attr<float>("scale"));
 }
 
 }  // namespace jax_foscar

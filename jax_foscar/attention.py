@@ -89,13 +89,7 @@ def decode_attention(
         scale = 1 / math.sqrt(cache.head_dim)
     elif not isinstance(scale, (int, float, np.number)) or not math.isfinite(scale):
         raise TypeError(f"scale must be a finite Python number (multiply q by a traced one), got {scale!r}")
-    if implementation not in (None, "cuda", "cpu", "xla"):
-        raise ValueError(f"implementation must be None, 'cuda', 'cpu' or 'xla', got {implementation!r}")
-    if implementation in ("cuda", "cpu") and native.module(implementation) is None:
-        raise ValueError(
-            f"implementation={implementation!r}, but this jax_foscar was built without its {implementation} module: "
-            "reinstall it where the compiler is found, or leave implementation out"
-        )
+    native.check_implementation(implementation)
     tracing.refuse_explicit_sharding("decode_attention", q=q, cache=cache.key.codes)
 
     queries = jnp.asarray(q)

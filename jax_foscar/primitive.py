@@ -23,6 +23,7 @@ from . import native, reference, tracing
 from .format import KVFormat
 
 TARGET = "jax_foscar_decode_attention_v1"
+WRITE_TARGET = "jax_foscar_write_v1"  # write.py's
 
 
 class Operands(NamedTuple):
@@ -161,11 +162,7 @@ def _reference(*args: Array, fmt: KVFormat, implementation: str | None, **params
 
 def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
     """Platforms without a kernel of ours (TPU, ROCm): the jnp reference."""
-    if implementation is not None:
-        raise ValueError(
-            f"implementation={implementation!r} cannot run on {'/'.join(ctx.module_context.platforms)}: leave "
-            "implementation out, or pass implementation='xla'"
-        )
+    refuse_elsewhere(ctx, implementation)
     return mlir.lower_fun(_reference, multiple_results=True)(ctx, *operands, implementation=None, **params)
 
 
@@ -173,12 +170,7 @@ def _lower_kernel(platform: str) -> Any:
     def lower(
         ctx: Any, *operands: Any, fmt: KVFormat, scale: float, value_head_dim: int, implementation: str | None
     ) -> Any:
-        if implementation not in (None, platform):
-            raise ValueError(
-                f"implementation={implementation!r} was asked for, but this program is compiled for {platform}: leave "
-                f"implementation out, or place the computation on a {implementation} device"
-            )
-        require_module(platform)
+        require_kernel(platform, implementation)
         # The handler's arguments are always all there; one that the format lacks is filled and not looked at.
         avals = _named(ctx.avals_in, fmt)
         values = _named(operands, fmt)
@@ -192,16 +184,16 @@ def _lower_kernel(platform: str) -> Any:
             size = workspace_bytes(batch, num_queries, num_heads, avals.key_codes.shape[-3], value_head_dim)
             results.append(tracing.like(avals.length, (size,), np.dtype("uint8")))
         full = ctx.replace(avals_in=[aval for _, aval in filled], avals_out=results)
-        attributes = {"scale": np.float32(scale), **_attributes(fmt, avals.q, value_head_dim)}
+        attributes = {"scale": np.float32(scale), **format_attributes(fmt, avals.q.shape[-1], value_head_dim)}
         return jax.ffi.ffi_lowering(TARGET)(full, *(value for value, _ in filled), **attributes)[: len(ctx.avals_out)]
 
     return lower
 
 
-def _attributes(fmt: KVFormat, q: Any, value_head_dim: int) -> dict[str, np.int32]:
-    """The format as the handler's attributes; dtypes are fixed here and nowhere else."""
+def format_attributes(fmt: KVFormat, head_dim: int, value_head_dim: int) -> dict[str, np.int32]:
+    """The format as a handler's attributes; dtypes are fixed here and nowhere else."""
     attributes = {"sink_tokens": fmt.sink_tokens, "recent_tokens": fmt.recent_tokens}
-    for name, quant, dim in (("key", fmt.key, q.shape[-1]), ("value", fmt.value, value_head_dim)):
+    for name, quant, dim in (("key", fmt.key, head_dim), ("value", fmt.value, value_head_dim)):
         attributes[f"{name}_bits"] = quant.bits
         attributes[f"{name}_group"] = quant.group_size(dim)
         attributes[f"{name}_per_channel"] = quant.per == "channel"
@@ -220,8 +212,23 @@ def workspace_bytes(batch: Any, num_queries: Any, num_heads: int, num_kv_heads: 
     return (batch + 4) // 4 * 16 + 4 * 2 * 2048 * item_rows * (value_head_dim + 2)
 
 
-def require_module(platform: str) -> None:
-    """Raises RuntimeError where the program will run in this process and the platform's kernels are not built."""
+def refuse_elsewhere(ctx: Any, implementation: str | None) -> None:
+    """Raises ValueError where a kernel was asked for by name and the platform has none of ours."""
+    if implementation is not None:
+        raise ValueError(
+            f"implementation={implementation!r} cannot run on {'/'.join(ctx.module_context.platforms)}: leave "
+            "implementation out, or pass implementation='xla'"
+        )
+
+
+def require_kernel(platform: str, implementation: str | None) -> None:
+    """Raises ValueError where another platform's kernel was asked for by name, and RuntimeError where the program will
+    run in this process and the platform's kernels are not built."""
+    if implementation not in (None, platform):
+        raise ValueError(
+            f"implementation={implementation!r} was asked for, but this program is compiled for {platform}: leave "
+            f"implementation out, or place the computation on a {implementation} device"
+        )
     runs_here = platform == "cpu" or jax.default_backend() == "gpu"
     if runs_here and native.module(platform) is None:
         remedy = "put nvcc on PATH and reinstall jax_foscar" if platform == "cuda" else "reinstall jax_foscar"
@@ -237,4 +244,4 @@ mlir.register_lowering(decode_attention_p, _lower_kernel("cuda"), platform="cuda
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What ``jax.export.export(..., disabled_checks=jax_foscar.export_checks())`` needs to accept our custom calls."""
-    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, WRITE_TARGET)]

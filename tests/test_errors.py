@@ -267,9 +267,7 @@ def test_arrays_that_do_not_fit_are_refused_by_the_handler():
         pytest.fail("the cpu module was not built")
     with jax.default_device(jax.devices("cpu")[0]):
         broken = dataclasses.replace(create(), value=dataclasses.replace(CACHE.value, codes=CACHE.value.codes[:, :1]))
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT: jax_foscar decode_attention: value codes have"
-        ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT: jax_foscar: value codes have"):
             jax.block_until_ready(
                 jax.jit(lambda q, c: decode_attention(q, c, implementation="cpu"))(jnp.zeros(Q.shape), broken)
             )
