@@ -267,7 +267,7 @@ class KVCache:
             overflowed=written.overflowed,
         )
 
-    def append(self, k: Array, v: Array) -> KVCache:
+    def append(self, k: Array, v: Array, *, implementation: Literal["cuda", "cpu", "xla"] | None = None) -> KVCache:
         """``advance`` and ``write`` at once, for a cache of one layer.
 
         Raises:
@@ -281,7 +281,7 @@ class KVCache:
             )
         if getattr(k, "ndim", 0) != 4:
             raise ValueError(f"k must have shape [B, T, K, D], got {getattr(k, 'shape', k)}")
-        return self.advance(k.shape[1]).write(k, v, layer=0)
+        return self.advance(k.shape[1]).write(k, v, layer=0, implementation=implementation)
 
     def check(self) -> None:
         """Raises OverflowError if a write was dropped; reads ``overflowed`` on the host."""

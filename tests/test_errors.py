@@ -29,8 +29,8 @@ def attend(q=Q, cache=CACHE, **options):
     return decode_attention(q, cache, **options)
 
 
-def write(k=K, v=K, cache=CACHE, layer=0):
-    return cache.advance(1).write(k, v, layer=layer)
+def write(k=K, v=K, cache=CACHE, layer=0, **options):
+    return cache.advance(1).write(k, v, layer=layer, **options)
 
 
 def vmapped_write():
@@ -92,6 +92,11 @@ CASES = {
         lambda: write(v=jnp.zeros((2, 3, 2, 64))),
         ValueError,
         r"k and v must bring the same tokens, got T=1 and T=3",
+    ),
+    "write implementation": (
+        lambda: write(implementation="tpu"),
+        ValueError,
+        r"implementation must be None, 'cuda', 'cpu' or 'xla', got 'tpu'",
     ),
     "write layer": (lambda: write(layer=5), ValueError, r"layer must be in \[0, 2\), got 5"),
     "append": (
@@ -193,6 +198,9 @@ def test_the_default_needs_the_platforms_module(monkeypatch):
     message = r"^this jax_foscar was built without its (cpu|cuda) module: .*reinstall.*, or pass implementation='xla'"
     with pytest.raises(RuntimeError, match=message):
         jax.jit(lambda q: attend(q, scale=0.123))(Q)
+    with pytest.raises(RuntimeError, match=message):
+        jax.jit(lambda k: write(k=k))(K)
+    assert not jax.jit(lambda k: write(k=k, implementation="xla"))(K).overflowed.any()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
