@@ -1,10 +1,12 @@
-// The XLA FFI handler of the host platform.
+// The XLA FFI handlers of the host platform.
 #include "ffi.h"
 
 #include <utility>
 
 #include "decode_attention.h"
 #include "ffi_params.h"
+#include "ffi_write_params.h"
+#include "write.h"
 
 namespace jax_foscar::cpu {
 namespace {
@@ -27,8 +29,22 @@ ffi::Error DecodeAttentionImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyB
 
 XLA_FFI_DEFINE_HANDLER(kDecodeAttention, DecodeAttentionImpl, bind_decode(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
+ffi::Error WriteImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     FormatAttributes attributes) {
+  WriteParams params;
+  const auto error = read_write(args, rets, attributes, &params);
+  if (error.failure()) return error;
+  write(params, static_cast<int>(pool.num_threads()) - 1,
+        [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kWrite, WriteImpl, bind_write(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
 }  // namespace
 
 void* decode_attention_handler() { return reinterpret_cast<void*>(kDecodeAttention); }
+
+void* write_handler() { return reinterpret_cast<void*>(kWrite); }
 
 }  // namespace jax_foscar::cpu

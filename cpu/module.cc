@@ -16,6 +16,7 @@ NB_MODULE(_cpu, m) {
   m.def("registrations", [] {
     nb::dict targets;
     targets["jax_foscar_decode_attention_v1"] = nb::capsule(jax_foscar::cpu::decode_attention_handler());
+    targets["jax_foscar_write_v1"] = nb::capsule(jax_foscar::cpu::write_handler());
     return targets;
   });
   m.def("instruction_set", &jax_foscar::cpu::instruction_set);
@@ -27,5 +28,25 @@ NB_MODULE(_cpu, m) {
   m.def("value_address", [](int bits, int dim, int token, int channel) {
     const auto a = jax_foscar::value_address(bits, dim, token, channel);
     return nb::make_tuple(a.byte, a.shift);
+  });
+  // (token, channel) of every code of a 4-byte word, [byte][field]: the inverse that the CUDA writer packs by.
+  m.def("key_word", [](int bits, int dim, int index) {
+    const auto w = jax_foscar::key_word(bits, dim, index);
+    nb::list codes;
+    for (int i = 0; i < 4; ++i)
+      for (int f = 0; f < 8 / bits; ++f)
+        codes.append(nb::make_tuple(
+            w.token + jax_foscar::key_byte_token(w.tail, i),
+            w.channel + jax_foscar::key_byte_channel(w.tail, i) + jax_foscar::key_field_channel(bits, w.tail, f)));
+    return codes;
+  });
+  m.def("value_word", [](int bits, int dim, int index) {
+    const auto w = jax_foscar::value_word(bits, dim, index);
+    nb::list codes;
+    for (int i = 0; i < 4; ++i)
+      for (int f = 0; f < 8 / bits; ++f)
+        codes.append(nb::make_tuple(w.token + jax_foscar::value_byte_token(i),
+                                    w.channel + jax_foscar::value_field_channel(w.tail, f)));
+    return codes;
   });
 }

@@ -1,10 +1,12 @@
-// The XLA FFI handler of the CUDA platform.
+// The XLA FFI handlers of the CUDA platform.
 #include "ffi.h"
 
 #include <utility>
 
 #include "decode_attention.h"
 #include "ffi_params.h"
+#include "ffi_write_params.h"
+#include "write.h"
 
 namespace jax_foscar::cuda {
 namespace {
@@ -30,8 +32,22 @@ XLA_FFI_DEFINE_HANDLER(kDecodeAttention, DecodeAttentionImpl,
                            .Ret<ffi::AnyBuffer>(),  // workspace, which primitive.py's lowering adds
                        {ffi::Traits::kCmdBufferCompatible});
 
+ffi::Error WriteImpl(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     FormatAttributes attributes) {
+  WriteParams params;
+  const auto error = read_write(args, rets, attributes, &params);
+  if (error.failure()) return error;
+  const char* failure = write(params, stream);
+  return failure == nullptr ? ffi::Error::Success() : ffi::Error::Internal(failure);
+}
+
+XLA_FFI_DEFINE_HANDLER(kWrite, WriteImpl, bind_write(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>()),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 void* decode_attention_handler() { return reinterpret_cast<void*>(kDecodeAttention); }
+
+void* write_handler() { return reinterpret_cast<void*>(kWrite); }
 
 }  // namespace jax_foscar::cuda

@@ -4,5 +4,6 @@
 namespace jax_foscar::cuda {
 
 void* decode_attention_handler();
+void* write_handler();
 
 }  // namespace jax_foscar::cuda

@@ -15,6 +15,7 @@ NB_MODULE(_cuda, m) {
   m.def("registrations", [] {
     nb::dict targets;
     targets["jax_foscar_decode_attention_v1"] = nb::capsule(jax_foscar::cuda::decode_attention_handler());
+    targets["jax_foscar_write_v1"] = nb::capsule(jax_foscar::cuda::write_handler());
     return targets;
   });
 }

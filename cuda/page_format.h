@@ -80,4 +80,41 @@ JF_HOST_DEVICE constexpr CodeAddress value_address(int bits, int dim, int token,
   return {tile_base + ((t / 32 * blocks + rb) * 32 + lane) * 16 + (r / 8 + 2 * (t % 32 / 16)) * 4 + pair, bits * field};
 }
 
+// The inverse, a 4-byte word at a time: byte i, field f of a word of keys is the code of token `token +
+// key_byte_token(i)` and channel `channel + key_byte_channel(i) + key_field_channel(f)`, of a word of values that of
+// `token + value_byte_token(i)` and `channel + value_field_channel(f)`.
+struct CodeWord {
+  int token, channel;  // of byte 0, field 0
+  bool tail;
+};
+
+// Word `index` (0 .. 16 * token_bytes - 1) of a tile, at 2 or 4 bits.
+JF_HOST_DEVICE constexpr CodeWord key_word(int bits, int dim, int index) {
+  const int blocks = num_blocks(bits, dim), in_tail = index - blocks * 4 * kTileTokens;
+  if (in_tail >= 0) {
+    const int lane = in_tail / 4;
+    return {in_tail % 4 * 16 + lane / 4, blocks * (128 / bits) + lane % 4 * 2, true};
+  }
+  const int lane = index / 4 % 32, n = index / 128 * 4 + index % 4;
+  return {n / blocks * 8 + lane / 4, n % blocks * (128 / bits) + lane % 4 * 4, false};
+}
+
+JF_HOST_DEVICE constexpr CodeWord value_word(int bits, int dim, int index) {
+  const int blocks = num_blocks(bits, dim), in_tail = index - blocks * 4 * kTileTokens;
+  if (in_tail >= 0) {
+    const int lane = in_tail / 2 % 32;
+    return {in_tail / 64 * 32 + in_tail % 2 * 16 + lane % 4 * 2, blocks * (128 / bits) + lane / 4, true};
+  }
+  const int lane = index / 4 % 32, n = index / 128, half = index % 4 / 2;
+  return {n / blocks * 32 + half * 16 + lane % 4 * 2, n % blocks * (128 / bits) + index % 2 * 8 + lane / 4, false};
+}
+
+JF_HOST_DEVICE constexpr int key_byte_token(bool tail, int i) { return tail ? i / 2 * 8 : 0; }
+JF_HOST_DEVICE constexpr int key_byte_channel(bool tail, int i) { return tail ? i % 2 : i; }
+JF_HOST_DEVICE constexpr int key_field_channel(int bits, bool tail, int f) {
+  return tail ? 8 * f : bits == 4 ? 16 * f : 32 * (f & 1) + 16 * (f >> 1);
+}
+JF_HOST_DEVICE constexpr int value_byte_token(int i) { return i % 2 * 8 + i / 2; }
+JF_HOST_DEVICE constexpr int value_field_channel(bool tail, int f) { return tail ? 8 * f : 16 * f; }
+
 }  // namespace jax_foscar

@@ -14,42 +14,37 @@ namespace jax_foscar {
 
 enum class DType { kF32, kBF16, kF16 };
 
-// Keys or values.
-struct OperandParams {
-  const uint8_t* codes;   // [U, L, P, K, page_size, token_bytes(bits, dim)]
-  const void* params;     // (scale, offset) pairs of param_dtype, null at 16 bits:
-                          //   per token    [U, L, P, K, page_size, dim / group, 2]
-                          //   per channel  [U, L, P, K, page_size / group, dim, 2]
-  const uint16_t* exact;  // bf16 [exact_rows, L, K, S + W, dim], null when the format keeps no exact tokens
-  int bits;               // 2, 4 or 16
-  int dim;                // head dim
-  int group;              // channels (per token) or tokens (per channel) that share one scale and offset
+// How keys or values are stored.
+struct OperandFormat {
+  int bits;   // 2, 4 or 16
+  int dim;    // head dim
+  int group;  // channels (per token) or tokens (per channel) that share one scale and offset
   bool per_channel;
 
-  // Pairs of (scale, offset) that one page of one head holds.
+  // Pairs of (scale, offset) that one page of one head holds, and the pair of a code of its.
   JF_HOST_DEVICE constexpr int64_t page_pairs(int page_size) const { return int64_t{page_size} * dim / group; }
+  JF_HOST_DEVICE constexpr int pair_index(int token, int channel) const {
+    return per_channel ? token / group * dim + channel : token * (dim / group) + channel / group;
+  }
   JF_HOST_DEVICE constexpr int64_t page_bytes(int page_size) const {
     return int64_t{page_size} * token_bytes(bits, dim);
   }
 };
 
-struct DecodeParams {
-  const void* q;  // q_dtype [B, T, N, key.dim]
-  OperandParams key;
-  OperandParams value;
-  const int32_t* page_table;  // [table_rows, M], ids in [0, P) of the row's own pool
-  const int32_t* length;      // [length_rows], tokens cached, the T queries' own included
-  const int32_t* layer;       // [layer_rows]
-  void* out;                  // q_dtype [B, T, N, value.dim]
-  float* lse;                 // [B, T, N], natural log
+// Keys or values, to read.
+struct OperandParams : OperandFormat {
+  const uint8_t* codes;   // [U, L, P, K, page_size, token_bytes(bits, dim)]
+  const void* params;     // (scale, offset) pairs of param_dtype, null at 16 bits:
+                          //   per token    [U, L, P, K, page_size, dim / group, 2]
+                          //   per channel  [U, L, P, K, page_size / group, dim, 2]
+  const uint16_t* exact;  // bf16 [exact_rows, L, K, S + W, dim], null when the format keeps no exact tokens
+};
 
-  int batch, num_queries, num_heads, num_kv_heads;   // B, T, N, K
+// The sizes that every call on a cache has.
+struct CacheShape {
+  int batch, num_kv_heads;                           // B, K
   int pools, layers, pages, page_size, table_width;  // U, L, P, tokens, M
-  int table_rows, length_rows, layer_rows, exact_rows;
   Windows windows;
-  Features features;
-  float scale;  // multiplies the logits
-  DType q_dtype;
   DType param_dtype;  // kF16 or kF32
 
   // Index of page `id` of the row's pool in the leading [U, L, P] axes, or -1 if the id or the layer is out of range.
@@ -64,6 +59,23 @@ struct DecodeParams {
     // Most operands have a row each, or one for all: a 64-bit division takes a GPU 0.3 us.
     return rows == batch ? row : rows == 1 ? 0 : static_cast<int>(int64_t{row} * rows / batch);
   }
+};
+
+struct DecodeParams : CacheShape {
+  const void* q;  // q_dtype [B, T, N, key.dim]
+  OperandParams key;
+  OperandParams value;
+  const int32_t* page_table;  // [table_rows, M], ids in [0, P) of the row's own pool
+  const int32_t* length;      // [length_rows], tokens cached, the T queries' own included
+  const int32_t* layer;       // [layer_rows]
+  void* out;                  // q_dtype [B, T, N, value.dim]
+  float* lse;                 // [B, T, N], natural log
+
+  int num_queries, num_heads;  // T, N
+  int table_rows, length_rows, layer_rows, exact_rows;
+  Features features;
+  float scale;  // multiplies the logits
+  DType q_dtype;
 
   // The queries of a row, in a cache whose length is not yet held against its capacity.
   JF_HOST_DEVICE constexpr RowQueries row_queries(int row) const {

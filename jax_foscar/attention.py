@@ -133,13 +133,7 @@ def decode_attention(
     options = _options(float(scale), is_causal, local_window_size, logits_soft_cap, queries.shape[1])
     if tree_mask is not None and not is_causal:
         raise ValueError("tree_mask replaces the causal rule among the drafts: leave is_causal=True, got False")
-    if implementation not in (None, "cuda", "cpu", "xla"):
-        raise ValueError(f"implementation must be None, 'cuda', 'cpu' or 'xla', got {implementation!r}")
-    if implementation in ("cuda", "cpu") and native.module(implementation) is None:
-        raise ValueError(
-            f"implementation={implementation!r}, but this jax_foscar was built without its {implementation} module: "
-            "reinstall it where the compiler is found, or leave implementation out"
-        )
+    native.check_implementation(implementation)
     batch, num_queries, num_heads, _ = queries.shape
     tree = (num_queries, num_queries)
     sinks = _checked("sinks", sinks, _DTYPES, (num_heads,))

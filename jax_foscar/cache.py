@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, export
 from jax.sharding import PartitionSpec
 
-from . import layout, reference, tracing, windows
+from . import layout, native, reference, tracing, windows
 from . import write as writing
 from .format import KVFormat, Quant, _integer
 from .quantize import params_shape
@@ -208,7 +208,14 @@ class KVCache:
         start = self.length - self.num_new
         return start[:, None] + jnp.arange(_integer("num_tokens", num_tokens, 0), dtype=jnp.int32)
 
-    def write(self, k: Array, v: Array, *, layer: int | Array) -> KVCache:
+    def write(
+        self,
+        k: Array,
+        v: Array,
+        *,
+        layer: int | Array,
+        implementation: Literal["cuda", "cpu", "xla"] | None = None,
+    ) -> KVCache:
         """Stores the step's tokens in one layer; ``advance`` has counted them.
 
         Row b takes the first ``num_new[b]`` tokens of ``k`` and ``v``; the rest is padding. Tokens are rounded to
@@ -220,12 +227,15 @@ class KVCache:
           k: ``[B, T, K, head_dim]``, after RoPE; float32, bfloat16 or float16.
           v: ``[B, T, K, value_head_dim]``.
           layer: int, or an integer scalar that may be traced.
+          implementation: as in ``decode_attention``; all of them write the same bytes.
 
         Raises:
           TypeError, ValueError: an argument of the wrong dtype, shape or range; under vmap, ``k`` or ``v`` mapped while
             the cache is not.
+          RuntimeError: the program is compiled for a platform whose module was not built.
         """
         self._check_arrays()
+        native.check_implementation(implementation)
         heads = self.num_kv_heads
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_head_dim)):
             if not hasattr(x, "dtype") or x.dtype.name not in _FLOATS:
@@ -246,6 +256,7 @@ class KVCache:
                 self.page_table, self.length, self.num_new, self._layer_operand(layer), jnp.asarray(k), jnp.asarray(v)
             ),
             self.format,
+            implementation,
         )  # fmt: skip
         return dataclasses.replace(
             self,
@@ -256,7 +267,7 @@ class KVCache:
             overflowed=written.overflowed,
         )
 
-    def append(self, k: Array, v: Array) -> KVCache:
+    def append(self, k: Array, v: Array, *, implementation: Literal["cuda", "cpu", "xla"] | None = None) -> KVCache:
         """``advance`` and ``write`` at once, for a cache of one layer.
 
         Raises:
@@ -270,7 +281,7 @@ class KVCache:
             )
         if getattr(k, "ndim", 0) != 4:
             raise ValueError(f"k must have shape [B, T, K, D], got {getattr(k, 'shape', k)}")
-        return self.advance(k.shape[1]).write(k, v, layer=0)
+        return self.advance(k.shape[1]).write(k, v, layer=0, implementation=implementation)
 
     def check(self) -> None:
         """Raises OverflowError if a write was dropped; reads ``overflowed`` on the host."""

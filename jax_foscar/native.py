@@ -47,3 +47,14 @@ def module(platform: str) -> ModuleType | None:
     for target, handler in loaded.registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[platform])
     return loaded
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError where ``implementation`` is no name of one, or its module was not built."""
+    if implementation not in (None, "cuda", "cpu", "xla"):
+        raise ValueError(f"implementation must be None, 'cuda', 'cpu' or 'xla', got {implementation!r}")
+    if implementation in PLATFORMS and module(implementation) is None:
+        raise ValueError(
+            f"implementation={implementation!r}, but this jax_foscar was built without its {implementation} module: "
+            "reinstall it where the compiler is found, or leave implementation out"
+        )

@@ -25,6 +25,7 @@ from .format import KVFormat
 from .visibility import Options
 
 TARGET = "jax_foscar_decode_attention_v1"
+WRITE_TARGET = "jax_foscar_write_v1"  # write.py's
 
 
 class Operands(NamedTuple):
@@ -177,11 +178,7 @@ def _reference(*args: Array, absent: tuple[str, ...], implementation: str | None
 
 def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
     """Platforms without a kernel of ours (TPU, ROCm): the jnp reference."""
-    if implementation is not None:
-        raise ValueError(
-            f"implementation={implementation!r} cannot run on {'/'.join(ctx.module_context.platforms)}: leave "
-            "implementation out, or pass implementation='xla'"
-        )
+    refuse_elsewhere(ctx, implementation)
     return mlir.lower_fun(_reference, multiple_results=True)(ctx, *operands, implementation=None, **params)
 
 
@@ -195,12 +192,7 @@ def _lower_kernel(platform: str) -> Any:
         value_head_dim: int,
         implementation: str | None,
     ) -> Any:
-        if implementation not in (None, platform):
-            raise ValueError(
-                f"implementation={implementation!r} was asked for, but this program is compiled for {platform}: leave "
-                f"implementation out, or place the computation on a {implementation} device"
-            )
-        require_module(platform)
+        require_kernel(platform, implementation)
         # The handler's arguments are always all there; one that is absent is filled and not looked at.
         avals = _named(ctx.avals_in, absent)
         values = _named(operands, absent)
@@ -221,19 +213,27 @@ def _lower_kernel(platform: str) -> Any:
 
 
 def _attributes(fmt: KVFormat, options: Options, x: Operands, value_head_dim: int) -> dict[str, np.generic]:
-    """Format, options and which operands there are, as the handler's attributes (``cuda/ffi_params.h``); dtypes are
-    fixed here and nowhere else."""
+    """Format, options and which operands there are, as the handler's attributes (``cuda/ffi_params.h``)."""
     left, right = options.window
-    attributes = {"sink_tokens": fmt.sink_tokens, "recent_tokens": fmt.recent_tokens}
-    attributes |= {"is_causal": options.is_causal, "window_left": left, "window_right": right}
-    for name, quant, dim in (("key", fmt.key, x.q.shape[-1]), ("value", fmt.value, value_head_dim)):
-        attributes[f"{name}_bits"] = quant.bits
-        attributes[f"{name}_group"] = quant.group_size(dim)
-        attributes[f"{name}_per_channel"] = quant.per == "channel"
+    attributes = {"is_causal": options.is_causal, "window_left": left, "window_right": right}
     for name in ("sinks", "query_lengths", "tree_mask"):
         attributes[f"has_{name}"] = getattr(x, name) is not None
     reals = {"scale": options.scale, "logits_soft_cap": options.soft_cap}
-    return {k: np.int32(v) for k, v in attributes.items()} | {k: np.float32(v) for k, v in reals.items()}
+    return {
+        **format_attributes(fmt, x.q.shape[-1], value_head_dim),
+        **{name: np.int32(value) for name, value in attributes.items()},
+        **{name: np.float32(value) for name, value in reals.items()},
+    }
+
+
+def format_attributes(fmt: KVFormat, head_dim: int, value_head_dim: int) -> dict[str, np.int32]:
+    """The format as a handler's attributes; dtypes are fixed here and in ``_attributes`` and nowhere else."""
+    attributes = {"sink_tokens": fmt.sink_tokens, "recent_tokens": fmt.recent_tokens}
+    for name, quant, dim in (("key", fmt.key, head_dim), ("value", fmt.value, value_head_dim)):
+        attributes[f"{name}_bits"] = quant.bits
+        attributes[f"{name}_group"] = quant.group_size(dim)
+        attributes[f"{name}_per_channel"] = quant.per == "channel"
+    return {name: np.int32(value) for name, value in attributes.items()}
 
 
 def workspace_bytes(batch: Any, num_queries: Any, num_heads: int, num_kv_heads: int, value_head_dim: int) -> Any:
@@ -248,8 +248,23 @@ def workspace_bytes(batch: Any, num_queries: Any, num_heads: int, num_kv_heads: 
     return (batch + 4) // 4 * 16 + 4 * 2 * 2048 * item_rows * (value_head_dim + 2)
 
 
-def require_module(platform: str) -> None:
-    """Raises RuntimeError where the program will run in this process and the platform's kernels are not built."""
+def refuse_elsewhere(ctx: Any, implementation: str | None) -> None:
+    """Raises ValueError where a kernel was asked for by name and the platform has none of ours."""
+    if implementation is not None:
+        raise ValueError(
+            f"implementation={implementation!r} cannot run on {'/'.join(ctx.module_context.platforms)}: leave "
+            "implementation out, or pass implementation='xla'"
+        )
+
+
+def require_kernel(platform: str, implementation: str | None) -> None:
+    """Raises ValueError where another platform's kernel was asked for by name, and RuntimeError where the program will
+    run in this process and the platform's kernels are not built."""
+    if implementation not in (None, platform):
+        raise ValueError(
+            f"implementation={implementation!r} was asked for, but this program is compiled for {platform}: leave "
+            f"implementation out, or place the computation on a {implementation} device"
+        )
     runs_here = platform == "cpu" or jax.default_backend() == "gpu"
     if runs_here and native.module(platform) is None:
         remedy = "put nvcc on PATH and reinstall jax_foscar" if platform == "cuda" else "reinstall jax_foscar"
@@ -265,4 +280,4 @@ mlir.register_lowering(decode_attention_p, _lower_kernel("cuda"), platform="cuda
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What ``jax.export.export(..., disabled_checks=jax_foscar.export_checks())`` needs to accept our custom calls."""
-    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, WRITE_TARGET)]

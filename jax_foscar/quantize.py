@@ -35,7 +35,8 @@ def quantize(
     """Quantizes tokens to 2 or 4 bits.
 
     Each group keeps ``offset = min(x)`` and ``scale = (max(x) - offset) / (2**bits - 1)``, both rounded to
-    ``param_dtype``; codes are the nearest to ``x`` under the *rounded* scale and offset.
+    ``param_dtype``; codes are the nearest to ``x`` under the *rounded* scale and offset. ``cuda/quantize.h`` states
+    the same rule for the kernels.
 
     - A constant group has scale 0 and codes 0: it comes back as the stored offset.
     - Parameters saturate at the largest finite value of ``param_dtype`` (float16: 65504): groups beyond it are clipped,
@@ -78,14 +79,17 @@ def quantize(
 
     limit = float(jnp.finfo(param_dtype).max)
     store = lambda value: jnp.clip(value, -limit, limit).astype(param_dtype)  # noqa: E731
-    offset = store(low)
-    # Divided before it is subtracted: the range itself may overflow float32.
-    scale = store(jnp.where(high > low, high / quant.levels - offset.astype(jnp.float32) / quant.levels, 0))
-    scale = jnp.maximum(scale, 0)
+    offset = store(jnp.where(low == 0, 0, low))  # not -0, which a minimum may or may not pick
+    # Compilers may contract to FMA and divide by multiplying: here neither changes a bit. A quarter is exact, is what
+    # keeps the range inside float32, and each product that rounds comes last; what is divided by is said.
+    quarter = offset.astype(jnp.float32) * 0.25
+    scale = store(jnp.where(high > low, (high * 0.25 - quarter) * np.float32(4 / quant.levels), 0))
+    scale = jnp.where(scale > 0, scale, 0)
     step = scale.astype(jnp.float32)
-    steps = (groups - offset.astype(jnp.float32)) / jnp.where(step > 0, step, 1)
+    inverse = jnp.where(step > 0, 4 / jnp.where(step > 0, step, 1), 0)
+    steps = (groups * 0.25 - quarter) * inverse
     codes = jnp.clip(jnp.round(steps), 0, quant.levels)
-    codes = jnp.where(finite & (step > 0) & (codes >= 0), codes, 0).astype(jnp.uint8)  # NaN has no code
+    codes = jnp.where(finite & (codes >= 0), codes, 0).astype(jnp.uint8)  # NaN has no code
     params = jnp.stack([jnp.where(finite, scale, jnp.nan), jnp.where(finite, offset, jnp.nan)], axis=-1)
     return codes.reshape(x.shape), jnp.squeeze(params, axis - 1)
 

@@ -1,7 +1,9 @@
 """Writing new tokens into the cache: quantize what became quantizable, keep the newest exact.
 
-A primitive whose one lowering is a jnp gather, merge and scatter of the touched pages; under donation the scatters
-happen in place. Out-of-range targets are dropped (``mode="drop"``), never clamped.
+A primitive that is one kernel on CPU and CUDA, whose results are its operands' own buffers (``cuda/write_params.h``
+states what is written where). Elsewhere it is a jnp gather, merge and scatter of the touched pages, which writes the
+same bytes; under donation the scatters happen in place. Targets out of range are dropped (``mode="drop"``), never
+clamped.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from . import layout, quantize, tracing, windows
+from . import layout, primitive, quantize, tracing, windows
 from .format import KVFormat, Quant
 
 
@@ -58,8 +60,8 @@ def _write(cache: Written, given: Given, fmt: KVFormat) -> Written:
     pools, layers, pages, _, page_size = cache.key_codes.shape[:5]
     group = fmt.token_group
     start = length - num_new  # [B]
-    # A row whose count exceeds the tokens that were handed over has nothing well-defined to write.
-    active = (num_new > 0) & (num_new <= num_tokens) & (layer >= 0) & (layer < layers)
+    # A row whose count exceeds the tokens that were handed over, or its length, has nothing well-defined to write.
+    active = (num_new > 0) & (num_new <= jnp.minimum(length, num_tokens)) & (layer >= 0) & (layer < layers)
     refused = (num_new > 0) & ~active
     refused |= (num_new > 0) & (length > table.shape[1] * page_size)
     row = jnp.arange(batch)
@@ -182,13 +184,13 @@ write_p = Primitive("jax_foscar_write")
 write_p.multiple_results = True
 
 
-def write(cache: Written, given: Given, fmt: KVFormat) -> Written:
+def write(cache: Written, given: Given, fmt: KVFormat, implementation: str | None) -> Written:
     """Binds the primitive: the cache's arrays with the row's ``num_new`` tokens of ``k`` and ``v`` written."""
     # ``overflowed`` follows from rows and positions alone: under shard_map it does not vary over axes that split heads.
     overflowed, *positions = tracing.same_varying([cache.overflowed, *given[:4]])
     arrays = [*_present(cache._replace(overflowed=None)), given.k, given.v]
     *arrays, k, v = tracing.same_varying([*arrays, overflowed])[:-1]
-    results = write_p.bind(*arrays, overflowed, *positions, k, v, fmt=fmt, num_vmaps=0)
+    results = write_p.bind(*arrays, overflowed, *positions, k, v, fmt=fmt, num_vmaps=0, implementation=implementation)
     return _named([*results, *given], fmt)[0]
 
 
@@ -203,8 +205,9 @@ def _abstract(*operands: Any, **_: Any) -> list[Any]:
 ad.primitive_jvps[write_p] = tracing.no_jvp("KVCache.write")
 
 
-def _batch(args: Any, dims: Any, *, fmt: KVFormat, num_vmaps: int) -> tuple[Any, Any]:
-    """The mapped axis goes in front of every operand; ``num_vmaps`` counts them."""
+def _batch(args: Any, dims: Any, *, num_vmaps: int, **params: Any) -> tuple[Any, Any]:
+    """The mapped axis goes in front of every operand; ``num_vmaps`` counts them. By the row rule, flattened into pools
+    and rows it leaves every row in its pool and at its layer, so that the kernels need not know of it."""
     num_written = len(args) - len(Given._fields)
     if all(d is None for d in dims[:num_written]):
         raise ValueError(
@@ -216,14 +219,14 @@ def _batch(args: Any, dims: Any, *, fmt: KVFormat, num_vmaps: int) -> tuple[Any,
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
     ]
-    results = write_p.bind(*placed, fmt=fmt, num_vmaps=num_vmaps + 1)
+    results = write_p.bind(*placed, num_vmaps=num_vmaps + 1, **params)
     return results, [0] * num_written
 
 
 batching.primitive_batchers[write_p] = _batch
 
 
-def _implementation(*args: Array, fmt: KVFormat, num_vmaps: int) -> list[Any]:
+def _jnp(*args: Array, fmt: KVFormat, num_vmaps: int) -> list[Any]:
     def one(*args: Array) -> list[Any]:
         cache, given = _named(args, fmt)
         return _present(_write(cache, given._replace(layer=given.layer[0]), fmt))
@@ -233,4 +236,28 @@ def _implementation(*args: Array, fmt: KVFormat, num_vmaps: int) -> list[Any]:
     return one(*args)
 
 
-mlir.register_lowering(write_p, mlir.lower_fun(_implementation, multiple_results=True))
+_lower_jnp = mlir.lower_fun(_jnp, multiple_results=True)
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+    if implementation != "xla":
+        primitive.refuse_elsewhere(ctx, implementation)
+    return _lower_jnp(ctx, *operands, **params)
+
+
+def _lower_kernel(platform: str) -> Any:
+    def lower(ctx: Any, *operands: Any, fmt: KVFormat, num_vmaps: int, implementation: str | None) -> Any:
+        if implementation == "xla":
+            return _lower_jnp(ctx, *operands, fmt=fmt, num_vmaps=num_vmaps)
+        primitive.require_kernel(platform, implementation)
+        *_, k, v = ctx.avals_in
+        in_place = {i: i for i in range(len(ctx.avals_out))}
+        call = jax.ffi.ffi_lowering(primitive.WRITE_TARGET, operand_output_aliases=in_place)
+        return call(ctx, *operands, **primitive.format_attributes(fmt, k.shape[-1], v.shape[-1]))
+
+    return lower
+
+
+mlir.register_lowering(write_p, _lower_elsewhere)
+mlir.register_lowering(write_p, _lower_kernel("cpu"), platform="cpu")
+mlir.register_lowering(write_p, _lower_kernel("cuda"), platform="cuda")

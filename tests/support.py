@@ -118,7 +118,9 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def quantize(x: np.ndarray, quant: Quant, param_dtype: Any = np.float16, keep: np.ndarray | None = None) -> tuple:
-    """Codes ``[..., T, D]`` and (scale, offset) pairs of finite tokens; channel groups range over tokens ``keep``."""
+    """Codes ``[..., T, D]`` and (scale, offset) pairs of finite tokens; channel groups range over tokens ``keep``.
+
+    In float32 and in this order, which is the rule: other implementations agree to the bit."""
     *lead, tokens, dim = x.shape
     group = quant.group or dim
     if quant.per == "token":
@@ -126,17 +128,19 @@ def quantize(x: np.ndarray, quant: Quant, param_dtype: Any = np.float16, keep: n
     else:
         groups, axis = x.reshape(*lead, tokens // group, group, dim), -2
         kept = True if keep is None else np.broadcast_to(keep[:, None], (tokens, dim)).reshape(-1, group, dim)
-    x64 = groups.astype(np.float64)
-    low = np.where(kept, x64, np.inf).min(axis, keepdims=True)
-    high = np.where(kept, x64, -np.inf).max(axis, keepdims=True)
-    low, high = np.where(low > high, 0, low), np.where(low > high, 0, high)
-    limit = float(np.finfo(param_dtype).max)
+    groups = groups.astype(np.float32)
+    low = np.where(kept, groups, np.inf).min(axis, keepdims=True)
+    high = np.where(kept, groups, -np.inf).max(axis, keepdims=True)
+    low, high = np.where((low > high) | (low == 0), 0, low), np.where(low > high, 0, high)
+    limit, four = np.float32(np.finfo(param_dtype).max), np.float32(4)
     offset = np.clip(low, -limit, limit).astype(param_dtype)
-    top = 2**quant.bits - 1
-    scale = np.where(high > low, np.clip((high - offset.astype(np.float64)) / top, 0, limit), 0).astype(param_dtype)
-    step = scale.astype(np.float64)
-    codes = np.rint((x64 - offset.astype(np.float64)) / np.where(step > 0, step, 1))
-    codes = np.where(step > 0, np.clip(codes, 0, top), 0).astype(np.uint8)
+    top, quarter = 2**quant.bits - 1, offset.astype(np.float32) / four
+    scale = np.where(high > low, np.clip((high / four - quarter) * np.float32(4 / top), 0, limit), 0).astype(
+        param_dtype
+    )
+    step = scale.astype(np.float32)
+    inverse = np.where(step > 0, four / np.where(step > 0, step, 1), 0).astype(np.float32)
+    codes = np.clip(np.rint((groups / four - quarter) * inverse), 0, top).astype(np.uint8)
     return codes.reshape(x.shape), np.stack([np.squeeze(scale, axis), np.squeeze(offset, axis)], -1)
 
 

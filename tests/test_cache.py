@@ -26,9 +26,9 @@ FORMATS = [
 formats = pytest.mark.parametrize("text", FORMATS)
 
 
-@functools.partial(jax.jit, static_argnames="layer", donate_argnames="cache")
-def step(cache, counts, k, v, layer=0):
-    return cache.advance(counts).write(k, v, layer=layer)
+@functools.partial(jax.jit, static_argnames=("layer", "implementation"), donate_argnames="cache")
+def step(cache, counts, k, v, layer=0, implementation=None):
+    return cache.advance(counts).write(k, v, layer=layer, implementation=implementation)
 
 
 dequantize = jax.jit(KVCache.dequantize)
@@ -130,30 +130,39 @@ def test_chunks_do_not_matter(text):
         support.assert_same_bits((other.page_table, other.overflowed), (results[0].page_table, results[0].overflowed))
 
 
+@pytest.mark.parametrize("implementation", ["xla", *support.KERNELS])
 @formats
-def test_written_bytes_are_those_of_the_numpy_cache(text):
-    """Codes and exact tokens stand where ``support.make_cache`` puts them; only what holds no token may differ."""
-    history, cache = History(), create(text)
-    cache = step(cache, *history.take([200, 64, 33, 0], 200))
+def test_written_bytes_are_those_of_the_numpy_cache(text, implementation):
+    """Codes, parameters and exact tokens stand where ``support.make_cache`` puts them, to the bit; only what holds no
+    token may differ."""
+    device = support.device_of(implementation) if implementation != "xla" else jax.devices("cpu")[0]
+    with jax.default_device(device):
+        history, cache = History(), create(text)
+        for counts, width in [([200, 64, 33, 0], 200), ([1, 0, 40, 130], 200)]:
+            cache = step(cache, *history.take(counts, width), implementation=implementation)
     fmt = cache.format
     rows = support.Rows(*(np.moveaxis(x, 1, 2)[:, None] for x in (history.k, history.v)), tuple(history.lengths))
-    expected = dataclasses.replace(support.make_cache(fmt, rows, capacity=CAPACITY), num_new=cache.num_new)
-    q = support.queries((4, 6, DIM))
-    for ours, theirs in zip(support.attention(q, cache), support.attention(q, expected), strict=True):
-        assert support.relative_l2(ours, theirs) < 2e-2  # a code on a tie may fall either way
+    expected = support.make_cache(fmt, rows, capacity=CAPACITY)
     table = np.asarray(expected.page_table)
     for name, quant in (("key", fmt.key), ("value", fmt.value)):
-        ours, theirs = getattr(cache, name), getattr(expected, name)
+        ours, theirs = (jax.tree.map(np.asarray, getattr(c, name)) for c in (cache, expected))
+        exact = [np.asarray(getattr(c, f"exact_{name}")).view("u2") for c in (cache, expected) if support.ring(fmt)]
         for b, n in enumerate(history.lengths):
-            for m in range(support.quantized_length(n, fmt) // fmt.page_size):  # whole pages
-                if (m + 1) * fmt.page_size <= fmt.sink_tokens:
-                    continue
-                mine, other = np.asarray(ours.codes[b, 0, m]), np.asarray(theirs.codes[b, 0, table[b, m]])
-                first = max(fmt.sink_tokens - m * fmt.page_size, 0)
-                mine, other = (support.unpack(x, name, quant.bits, DIM)[:, first:] for x in (mine, other))
-                off = np.abs(mine.astype(np.float64) - other)
-                assert off.max() <= (0 if quant.bits == 16 else 1)
-                assert (off > 0).mean() < 2e-3
+            held = support.quantized_length(n, fmt)
+            for m in range(-(-held // fmt.page_size)):
+                t = m * fmt.page_size + np.arange(fmt.page_size)
+                there = (t >= fmt.sink_tokens) & (t < held)
+                pages = ours.codes[b, 0, m], theirs.codes[b, 0, table[b, m]]
+                mine, other = (support.unpack(x, name, quant.bits, DIM)[:, there] for x in pages)
+                np.testing.assert_array_equal(mine, other)
+                if quant.bits != 16:
+                    there = there.reshape(-1, quant.group if quant.per == "channel" else 1).any(axis=1)
+                    mine, other = ours.params[b, 0, m][:, there], theirs.params[b, 0, table[b, m]][:, there]
+                    support.assert_same_bits(mine, other)
+            if exact:
+                t = np.arange(n)
+                at = support.slot(t[(t < fmt.sink_tokens) | (t >= n - support.ring(fmt))], fmt)
+                np.testing.assert_array_equal(*(x[b][..., at, :] for x in exact))
 
 
 def test_ties_of_one_layer_do_not_touch_another():

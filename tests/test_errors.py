@@ -29,8 +29,8 @@ def attend(q=Q, cache=CACHE, **options):
     return decode_attention(q, cache, **options)
 
 
-def write(k=K, v=K, cache=CACHE, layer=0):
-    return cache.advance(1).write(k, v, layer=layer)
+def write(k=K, v=K, cache=CACHE, layer=0, **options):
+    return cache.advance(1).write(k, v, layer=layer, **options)
 
 
 def vmapped_write():
@@ -166,6 +166,11 @@ CASES = {
         ValueError,
         r"k and v must bring the same tokens, got T=1 and T=3",
     ),
+    "write implementation": (
+        lambda: write(implementation="tpu"),
+        ValueError,
+        r"implementation must be None, 'cuda', 'cpu' or 'xla', got 'tpu'",
+    ),
     "write layer": (lambda: write(layer=5), ValueError, r"layer must be in \[0, 2\), got 5"),
     "append": (
         lambda: CACHE.append(K, K),
@@ -266,6 +271,9 @@ def test_the_default_needs_the_platforms_module(monkeypatch):
     message = r"^this jax_foscar was built without its (cpu|cuda) module: .*reinstall.*, or pass implementation='xla'"
     with pytest.raises(RuntimeError, match=message):
         jax.jit(lambda q: attend(q, scale=0.123))(Q)
+    with pytest.raises(RuntimeError, match=message):
+        jax.jit(lambda k: write(k=k))(K)
+    assert not jax.jit(lambda k: write(k=k, implementation="xla"))(K).overflowed.any()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -340,9 +348,7 @@ def test_arrays_that_do_not_fit_are_refused_by_the_handler():
         pytest.fail("the cpu module was not built")
     with jax.default_device(jax.devices("cpu")[0]):
         broken = dataclasses.replace(create(), value=dataclasses.replace(CACHE.value, codes=CACHE.value.codes[:, :1]))
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT: jax_foscar decode_attention: value codes have"
-        ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT: jax_foscar: value codes have"):
             jax.block_until_ready(
                 jax.jit(lambda q, c: decode_attention(q, c, implementation="cpu"))(jnp.zeros(Q.shape), broken)
             )

@@ -12,7 +12,7 @@ from support import KERNELS, on, queries
 from jax_foscar import KVCache, KVFormat, decode_attention, native
 from jax_foscar.primitive import workspace_bytes
 
-TARGET = "jax_foscar_decode_attention_v1"
+WRITE_TARGET, TARGET = "jax_foscar_write_v1", "jax_foscar_decode_attention_v1"
 LAYERS, BATCH, CAPACITY, HEADS, DIM = 4, 2, 16384, 2, 64
 FORMATS = ["k4t64,v4t64", "k2c64,v4c32,sink4,recent20"]
 formats = pytest.mark.parametrize("text", FORMATS)
@@ -39,13 +39,13 @@ def operands(text):
 
 @formats
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_the_step_holds_our_call(platform, text):
-    """Lowered for either platform, with or without its device here: the same target, once, and no host callback."""
+def test_the_step_holds_our_calls(platform, text):
+    """Lowered for either platform, with or without its device here: the same targets, each once, no host callback."""
     if platform == "cpu" and "cpu" not in KERNELS:
         pytest.fail("the cpu module was not built")
     with on("cpu"):
         lowered = jax.jit(step).trace(*operands(text)).lower(lowering_platforms=(platform,)).as_text()
-    assert re.findall(r"custom_call @(\w+)", lowered) == [TARGET]
+    assert re.findall(r"custom_call @(\w+)", lowered) == [WRITE_TARGET, TARGET]
     assert "callback" not in lowered
 
 

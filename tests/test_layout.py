@@ -110,3 +110,18 @@ def test_cpp_states_the_same_formulas(operand, dim):
             assert cpp(bits, dim, t, channel) == (byte[t, channel], shift[t, channel]), (bits, t, channel)
     for t, channel in ((0, 0), (63, dim - 1), (64, 1), (127, dim - 1)):
         assert cpp(16, dim, t, channel) == (2 * (t * dim + channel), 0)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("operand", ["key", "value"])
+def test_cpp_inverts_them_by_the_word(operand, dim):
+    """What a kernel packs into a 4-byte word is what the addresses say of its bytes, padding included."""
+    cpp = getattr(native.module("cpu"), f"{operand}_word")
+    for bits in (2, 4):
+        words = np.array([cpp(bits, dim, word) for word in range(16 * layout.token_bytes(bits, dim))])
+        byte, shift = (layout.key_address if operand == "key" else layout.value_address)(
+            bits, dim, *np.moveaxis(words, -1, 0)
+        )
+        index = np.arange(words[..., 0].size).reshape(byte.shape)  # [word, byte * field]
+        np.testing.assert_array_equal(byte, index * bits // 8)
+        np.testing.assert_array_equal(shift, index * bits % 8)

@@ -1,43 +1,48 @@
-// Single values of the query's dtype to and from f32, rounding to nearest even.
+// Single values of a float dtype to and from f32, rounding to nearest even.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
 #include "params.h"
 
-namespace jax_foscar::cpu {
+namespace jax_foscar {
 
-inline float float_of_bits(uint32_t bits) {
+JF_HOST_DEVICE inline float float_of_bits(uint32_t bits) {
   float x;
-  std::memcpy(&x, &bits, sizeof(x));
+  memcpy(&x, &bits, sizeof(x));
   return x;
 }
 
-inline uint32_t bits_of_float(float x) {
+JF_HOST_DEVICE inline uint32_t bits_of_float(float x) {
   uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
+  memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 
-inline float bf16_to_float(uint16_t x) { return float_of_bits(uint32_t{x} << 16); }
+JF_HOST_DEVICE inline float bf16_to_float(uint16_t x) { return float_of_bits(uint32_t{x} << 16); }
 
-inline uint16_t float_to_bf16(float x) {
+JF_HOST_DEVICE inline uint16_t float_to_bf16(float x) {
   const uint32_t bits = bits_of_float(x);
-  if (std::isnan(x)) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  if (x != x) return static_cast<uint16_t>(bits >> 16 | (bits & 0xffff ? 0x40 : 0));  // a bf16 NaN stays as it is
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline float f16_to_float(uint16_t x) {
+JF_HOST_DEVICE inline float f16_to_float(uint16_t x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+#else
   const uint32_t sign = uint32_t{x} >> 15 << 31, exponent = x >> 10 & 31, mantissa = x & 0x3ff;
   if (exponent == 31) return float_of_bits(sign | 0x7f800000 | mantissa << 13);
   if (exponent != 0) return float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
   const float small = static_cast<float>(mantissa) * 0x1p-24f;
   return sign ? -small : small;
+#endif
 }
 
-inline uint16_t float_to_f16(float x) {
+JF_HOST_DEVICE inline uint16_t float_to_f16(float x) {
   const uint32_t bits = bits_of_float(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
   if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // rounds past 65504
@@ -47,13 +52,13 @@ inline uint16_t float_to_f16(float x) {
   return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
 
-inline float load_float(const void* from, int64_t index, DType dtype) {
+JF_HOST_DEVICE inline float load_float(const void* from, int64_t index, DType dtype) {
   if (dtype == DType::kF32) return static_cast<const float*>(from)[index];
   const uint16_t half = static_cast<const uint16_t*>(from)[index];
   return dtype == DType::kBF16 ? bf16_to_float(half) : f16_to_float(half);
 }
 
-inline void store_float(void* to, int64_t index, DType dtype, float x) {
+JF_HOST_DEVICE inline void store_float(void* to, int64_t index, DType dtype, float x) {
   if (dtype == DType::kF32) {
     static_cast<float*>(to)[index] = x;
   } else {
@@ -61,4 +66,4 @@ inline void store_float(void* to, int64_t index, DType dtype, float x) {
   }
 }
 
-}  // namespace jax_foscar::cpu
+}  // namespace jax_foscar
