@@ -2,6 +2,7 @@
 
 from . import native as _native
 from . import reference
+from .allocator import OutOfPages, PageAllocator
 from .attention import decode_attention, merge_states
 from .cache import KVCache, Pages
 from .config import show_config
@@ -12,6 +13,8 @@ from .quantize import dequantize, quantize
 __all__ = [
     "KVCache",
     "KVFormat",
+    "OutOfPages",
+    "PageAllocator",
     "Pages",
     "Quant",
     "decode_attention",

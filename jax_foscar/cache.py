@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array, export
 from jax.sharding import PartitionSpec
 
-from . import layout, native, reference, tracing, windows
+from . import layout, native, reference, rows, tracing, windows
 from . import write as writing
 from .format import KVFormat, Quant, _integer
 from .quantize import params_shape
@@ -52,7 +53,8 @@ class KVCache:
         Entries past a row's length may hold anything.
       length: int32 ``[B]``, tokens cached a row.
       num_new: int32 ``[B]``, tokens of the last ``advance``.
-      overflowed: bool ``[B]``, set once a write did not fit or met a bad page id; such a write is dropped.
+      overflowed: bool ``[B]``, set once a write did not fit or met a bad page id, and is dropped; also where a row was
+        rolled back, copied or reset to tokens that are gone. Only ``reset_row`` and ``copy_row`` clear it.
       exact_key: bfloat16 ``[B, L, K, S + W, head_dim]``, or None where the format keeps no exact tokens.
       exact_value: bfloat16 ``[B, L, K, S + W, value_head_dim]``, or None.
     """
@@ -95,20 +97,64 @@ class KVCache:
         Raises:
           TypeError, ValueError: an argument of the wrong type, or out of range.
         """
-        if not isinstance(format, KVFormat):
-            raise TypeError(f"format must be a KVFormat (KVFormat.parse reads a string), got {format!r}")
+        width = _table_width(format, max_length)
+        cache = cls.create_paged(
+            format,
+            num_pages=width,
+            num_pools=batch,
+            batch=batch,
+            max_length=max_length,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+        )
+        return dataclasses.replace(cache, page_table=jnp.tile(jnp.arange(width, dtype=jnp.int32), (batch, 1)))
+
+    @classmethod
+    def create_paged(
+        cls,
+        format: KVFormat,
+        *,
+        num_pages: int,
+        num_pools: int = 1,
+        batch: int,
+        max_length: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+    ) -> KVCache:
+        """An empty cache whose rows own no page: the page table is the caller's, and is filled with -1.
+
+        ``PageAllocator`` hands out ids, ``reset_row`` and ``copy_row`` put them into the table. Rows may share pages
+        that none of them writes any more (``format.full_pages``). docs/serving.md walks through it.
+
+        Args:
+          format: how keys and values are kept.
+          num_pages: pages of one layer of one pool.
+          num_pools: pools; row b draws from pool ``b * num_pools // batch``. One pool serves all rows best, but cannot
+            be sharded over rows.
+          batch: rows, a multiple of ``num_pools``.
+          max_length: tokens a row can hold, given the pages: the width of the page table (rounded up to whole pages).
+          num_layers, num_kv_heads, head_dim, value_head_dim: as in ``create``.
+
+        Raises:
+          TypeError, ValueError: an argument of the wrong type, or out of range.
+        """
+        width = _table_width(format, max_length)
         batch = _integer("batch", batch, 1)
-        max_length = _integer("max_length", max_length, 1)
+        num_pages = _integer("num_pages", num_pages, 1)
+        num_pools = _integer("num_pools", num_pools, 1)
+        if batch % num_pools:
+            raise ValueError(f"batch must be a multiple of num_pools={num_pools}, got {batch}: pools serve rows evenly")
         num_layers = _integer("num_layers", num_layers, 1)
         num_kv_heads = _integer("num_kv_heads", num_kv_heads, 1)
         head_dim = _integer("head_dim", head_dim, 1)
         value_head_dim = head_dim if value_head_dim is None else _integer("value_head_dim", value_head_dim, 1)
         format.key.check_head_dim("head_dim", head_dim)
         format.value.check_head_dim("value_head_dim", value_head_dim)
-        pages = -(-max_length // format.page_size)
-        if pages * format.page_size >= 2**31:
-            raise ValueError(f"max_length must be below 2**31 tokens, got {max_length}")
-        lead = (batch, num_layers, pages, num_kv_heads)
+        lead = (num_pools, num_layers, num_pages, num_kv_heads)
 
         # Each array gets a buffer of its own: one that stood twice could not be donated.
         def empty_pages(quant: Quant, dim: int) -> Pages:
@@ -128,7 +174,7 @@ class KVCache:
             value_head_dim=value_head_dim,
             key=empty_pages(format.key, head_dim),
             value=empty_pages(format.value, value_head_dim),
-            page_table=jnp.tile(jnp.arange(pages, dtype=jnp.int32), (batch, 1)),
+            page_table=jnp.full((batch, width), -1, jnp.int32),
             length=jnp.zeros((batch,), jnp.int32),
             num_new=jnp.zeros((batch,), jnp.int32),
             overflowed=jnp.zeros((batch,), bool),
@@ -172,7 +218,7 @@ class KVCache:
         return 8 * stored / values
 
     def __repr__(self) -> str:
-        sizes = {"layers": 1, "pages": 2, "kv_heads": 3}
+        sizes = {"pools": 0, "layers": 1, "pages": 2, "kv_heads": 3}
         try:
             shape = self.key.codes.shape
             parts = [f"batch={self.batch}", *(f"{name}={shape[axis]}" for name, axis in sizes.items())]
@@ -190,14 +236,7 @@ class KVCache:
           count: new tokens of every row, or int ``[B]``, one count a row; 0 leaves a row as it is. Negative counts of
             an array are taken as 0.
         """
-        if isinstance(count, (int, np.integer)):
-            count = _integer("count", count, 0)
-        counts = jnp.asarray(count)
-        if not jnp.issubdtype(counts.dtype, jnp.integer):
-            raise TypeError(f"count must be an int or an int array, got dtype {counts.dtype}")
-        if counts.shape not in ((), self.length.shape):
-            raise ValueError(f"count must be a scalar or have shape {self.length.shape}, got {counts.shape}")
-        counts = jnp.broadcast_to(jnp.maximum(counts, 0).astype(jnp.int32), self.length.shape)
+        counts = rows.counts("count", count, self.length.shape)
         return dataclasses.replace(self, length=self.length + counts, num_new=counts)
 
     def positions(self, num_tokens: int) -> Array:
@@ -284,13 +323,13 @@ class KVCache:
         return self.advance(k.shape[1]).write(k, v, layer=0, implementation=implementation)
 
     def check(self) -> None:
-        """Raises OverflowError if a write was dropped; reads ``overflowed`` on the host."""
-        rows = np.flatnonzero(np.asarray(self.overflowed))
-        if rows.size:
+        """Raises OverflowError if a row lost tokens; reads ``overflowed`` on the host."""
+        lost = np.flatnonzero(np.asarray(self.overflowed))
+        if lost.size:
             raise OverflowError(
-                f"rows {rows.tolist()} of the cache dropped tokens: they outgrew {self.capacity} tokens a row, or "
-                f"their page table names a page out of [0, {self.key.codes.shape[2]}); create the cache with a larger "
-                "max_length"
+                f"rows {lost.tolist()} of the cache lost tokens: they outgrew {self.capacity} tokens a row (create the "
+                f"cache with a larger max_length), had no page id in [0, {self.key.codes.shape[2]}) where a token went "
+                "(give a row its pages before the step), or were rolled back, copied or reset to tokens that are gone"
             )
 
     def dequantize(self, layer: int | Array = 0) -> tuple[Array, Array]:
@@ -298,8 +337,7 @@ class KVCache:
         self._check_arrays()
         index = self._layer_operand(layer)[0]
         fmt, n = self.format, self.length
-        rows = jnp.arange(self.batch)
-        pool = (rows * self.key.codes.shape[0] // self.batch)[:, None]
+        pool = (jnp.arange(self.batch) * self.key.codes.shape[0] // self.batch)[:, None]
         ids = jnp.clip(self.page_table, 0, self.key.codes.shape[2] - 1)
         token = jnp.arange(self.capacity, dtype=n.dtype)
 
@@ -317,6 +355,66 @@ class KVCache:
             tokens(self.key, self.exact_key, "key", fmt.key, self.head_dim),
             tokens(self.value, self.exact_value, "value", fmt.value, self.value_head_dim),
         )
+
+    # --- Rows ------------------------------------------------------------------------------------------------------
+
+    def rollback(self, count: int | Array) -> KVCache:
+        """Forgets the newest ``count`` tokens of the last step: what speculative decoding does with rejected drafts.
+
+        Lowers ``length`` and ``num_new``, and nothing else; the next step leaves what it would have left had the
+        forgotten tokens never been written. Where the format keeps exact tokens, this takes a step of at most
+        ``format.max_new`` tokens, the rejected ones counted: after longer ones the ring has forgotten what is needed.
+
+        Args:
+          count: tokens of every row, or int ``[B]``; at most ``num_new``. Negative counts of an array are taken as 0. A
+            row that is asked for more than can be undone is lost: attention gives NaN, and ``overflowed`` is set.
+
+        Raises:
+          TypeError, ValueError: ``count`` of the wrong dtype or shape, or an int out of range.
+        """
+        self._check_arrays()
+        return rows.rollback(self, count)
+
+    def reset_row(
+        self, row: int | Array, page_ids: Array | Sequence[int] | None = None, length: int | Array = 0
+    ) -> KVCache:
+        """Gives one row to another request (admits it), or to none (retires it); clears ``overflowed``.
+
+        Changes small int arrays only. A retired row stands still as long as its count in ``advance`` is 0.
+
+        Args:
+          row: the row; an int, or an integer scalar that may be traced (one out of range changes nothing).
+          page_ids: the row's new entries in the page table, at most M of them, padded with -1 (``[]``: it owns
+            nothing). None leaves the entries as they are.
+          length: tokens that these pages hold already: a shared prefix. Where the format keeps any of them exact, pages
+            do not suffice (``copy_row`` does): an int raises, and a traced length loses the row, as in ``rollback``.
+
+        Raises:
+          TypeError, ValueError: an argument of the wrong dtype or shape, or an int out of range.
+        """
+        self._check_arrays()
+        return rows.reset_row(self, row, page_ids, length)
+
+    def copy_row(self, src: int | Array, dst: int | Array, page_ids: Array | Sequence[int] | None = None) -> KVCache:
+        """Makes row ``dst`` hold the tokens of row ``src``: a fork, for beam search or a shared prefix.
+
+        Pages that both rows name are shared; the other pages that hold tokens are copied, and so are exact tokens,
+        ``length`` and ``overflowed``. Neither row can be rolled back past this point (``num_new`` is 0).
+
+        A fork shares the ``format.full_pages(length)`` first pages of ``src``, which no step writes again, and owns the
+        rest: both rows will write their last page. With the cache donated, only what is copied is touched.
+
+        Args:
+          src: the row to copy; an int, or an integer scalar that may be traced (one out of range changes nothing).
+          dst: the row to replace, likewise.
+          page_ids: the new entries of ``dst`` in the page table, at most M, padded with -1. Pages to be copied into
+            must not be in use. None keeps the entries of ``dst``. A page id that is out of range loses the row.
+
+        Raises:
+          TypeError, ValueError: an argument of the wrong dtype or shape, or an int out of range.
+        """
+        self._check_arrays()
+        return rows.copy_row(self, src, dst, page_ids)
 
     # --- Sharding --------------------------------------------------------------------------------------------------
 
@@ -342,12 +440,7 @@ class KVCache:
 
     def _layer_operand(self, layer: int | Array) -> Array:
         """``layer`` as the int32 ``[1]`` operand of a kernel; a Python int out of range raises ValueError."""
-        if isinstance(layer, (int, np.integer)):
-            if not 0 <= layer < self.num_layers:
-                raise ValueError(f"layer must be in [0, {self.num_layers}), got {layer}")
-        elif not hasattr(layer, "dtype") or not jnp.issubdtype(layer.dtype, jnp.integer) or layer.shape != ():
-            raise TypeError(f"layer must be an int or an integer scalar, got {layer!r}")
-        return jnp.asarray(layer, jnp.int32).reshape(1)
+        return rows.index("layer", layer, self.num_layers).reshape(1)
 
     def _check_arrays(self) -> None:
         """Refuses a cache whose arrays were swapped for others, for example a stacked one outside its vmap."""
@@ -359,6 +452,16 @@ class KVCache:
             )
         if self.length.shape[0] % shape[0]:
             raise ValueError(f"cache has {shape[0]} pools, which do not divide its {self.length.shape[0]} rows")
+
+
+def _table_width(format: KVFormat, max_length: int) -> int:
+    """Pages that ``max_length`` tokens take."""
+    if not isinstance(format, KVFormat):
+        raise TypeError(f"format must be a KVFormat (KVFormat.parse reads a string), got {format!r}")
+    width = -(-_integer("max_length", max_length, 1) // format.page_size)
+    if width * format.page_size >= 2**31:
+        raise ValueError(f"max_length must be below 2**31 tokens, got {max_length}")
+    return width
 
 
 for _cls, _meta in ((Pages, ()), (KVCache, ("format", "head_dim", "value_head_dim"))):

@@ -164,6 +164,13 @@ class KVFormat:
         needed = self.recent_tokens + self.token_group - 1 + self.max_new
         return -(-needed // self.token_group) * self.token_group
 
+    def full_pages(self, length: int) -> int:
+        """Pages of a row of ``length`` tokens that no later step writes: what forks and shared prefixes may share.
+
+        Tokens that may yet be rolled back do not count into ``length``.
+        """
+        return max(_integer("length", length, 0) - self.recent_tokens, 0) // self.page_size  # groups divide pages
+
     def __str__(self) -> str:
         parts = [f"k{self.key}", f"v{self.value}"]
         defaults = {"page": (self.page_size, 64), "sink": (self.sink_tokens, 0), "recent": (self.recent_tokens, 0),

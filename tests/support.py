@@ -220,6 +220,39 @@ def slot(t: Any, fmt: KVFormat) -> Any:
     return np.where(t < fmt.sink_tokens, t, fmt.sink_tokens + t % max(ring(fmt), 1))
 
 
+# --- What comes back, in numpy ----------------------------------------------------------------------------------------
+
+
+def as_cached(x: np.ndarray, lengths: Any, quant: Quant, fmt: KVFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens as ``dequantize`` should give them, and how far rounding may take each from that; both as ``x``.
+
+    x ``[B, n, K, D]`` in float32, n a multiple of the groups; rows have ``lengths`` tokens, and 0 after them.
+    """
+    exact = x.astype(BF16).astype(np.float32)
+    tokens = np.moveaxis(exact if ring(fmt) else x, 2, 1)
+    token = np.arange(x.shape[1])
+    if quant.bits == 16:
+        back, slack = tokens.astype(BF16).astype(np.float32), np.zeros_like(tokens)
+    else:
+        codes, params = quantize(tokens, quant, fmt.param_dtype, token >= fmt.sink_tokens)
+        back = dequantize(codes, params, quant)
+        slack = 1.01 * dequantize(np.ones_like(codes), params * [1, 0], quant)  # a tie may round either way
+    back, slack = (np.moveaxis(a, 1, 2) for a in (back, slack))
+    held = np.array([quantized_length(int(n), fmt) for n in lengths])[:, None]
+    is_exact = ((token < fmt.sink_tokens) | (token >= held))[..., None, None] & (ring(fmt) > 0)
+    there = (token < np.asarray(lengths)[:, None])[..., None, None]
+    return np.where(there, np.where(is_exact, exact, back), 0), np.where(there & ~is_exact, slack, 0)
+
+
+def assert_cached(actual: Any, expected: np.ndarray, slack: np.ndarray) -> None:
+    """Exact tokens to the bit, quantized ones to the code, but for a tie here and there."""
+    error, tiny = np.abs(np.asarray(actual) - expected), 2e-6 * np.abs(expected)
+    wrong = ~(error <= slack + tiny)
+    assert not wrong.any(), f"first wrong [row, token, head, channel]: {np.argwhere(wrong)[0].tolist()}"
+    ties = (error > 1e-3 * np.abs(expected) + 1e-4).sum(-1)
+    assert ties.max(initial=0) <= 3, f"too many codes of a token: {np.argwhere(ties > 3)[0].tolist()}"
+
+
 # --- A cache with known tokens ----------------------------------------------------------------------------------------
 
 

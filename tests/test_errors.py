@@ -21,7 +21,20 @@ def create(fmt=FMT, **options):
     return KVCache.create(fmt, **sizes)
 
 
-CACHE = create()
+def create_paged(fmt=FMT, **options):
+    sizes = {
+        "num_pages": 4,
+        "batch": 2,
+        "max_length": 128,
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+    } | options
+    return KVCache.create_paged(fmt, **sizes)
+
+
+CACHE, PAGED = create(), create_paged()
+EXACT = create_paged(KVFormat.parse("k4c32,v4t,recent1,new4"))
 Q, K = jnp.zeros((2, 4, 64)), jnp.zeros((2, 1, 2, 64))
 
 
@@ -230,6 +243,55 @@ CASES = {
     ),
     "num_layers": (lambda: create(num_layers=1.0), TypeError, r"num_layers must be an int, got 1.0"),
     "num_kv_heads": (lambda: create(num_kv_heads=0), ValueError, r"num_kv_heads must be at least 1, got 0"),
+    # create_paged
+    "num_pages": (lambda: create_paged(num_pages=0), ValueError, r"num_pages must be at least 1, got 0"),
+    "num_pools": (lambda: create_paged(num_pools=1.0), TypeError, r"num_pools must be an int, got 1.0"),
+    "pools": (
+        lambda: create_paged(num_pools=3, batch=4),
+        ValueError,
+        r"batch must be a multiple of num_pools=3, got 4: pools serve rows evenly",
+    ),
+    "paged format": (lambda: create_paged("k4t,v4t"), TypeError, r"format must be a KVFormat"),
+    # rollback, reset_row, copy_row
+    "rollback": (lambda: PAGED.rollback(-1), ValueError, r"count must be at least 0, got -1"),
+    "rollback dtype": (
+        lambda: PAGED.rollback(jnp.ones(2)),
+        TypeError,
+        r"count must be an int or an int array, got dtype float32",
+    ),
+    "rollback shape": (
+        lambda: PAGED.rollback(jnp.ones(3, int)),
+        ValueError,
+        r"count must be a scalar or have shape \(2,\), got \(3,\)",
+    ),
+    "rollback past max_new": (
+        lambda: EXACT.rollback(5),
+        ValueError,
+        r"count must be at most format.max_new=4, got 5: older exact tokens are gone, so create .* larger",
+    ),
+    "stacked rollback": (lambda: STACKED.rollback(1), ValueError, r"cache must hold codes of rank 6.*jax\.vmap"),
+    "row": (lambda: PAGED.reset_row(2), ValueError, r"row must be in \[0, 2\), got 2"),
+    "row type": (lambda: PAGED.reset_row(jnp.zeros(1, int)), TypeError, r"row must be an int or an integer scalar"),
+    "length": (lambda: PAGED.reset_row(0, length=129), ValueError, r"length must be in \[0, 129\), got 129"),
+    "exact length": (
+        lambda: EXACT.reset_row(0, [1, 2], length=64),
+        ValueError,
+        r"length=64 tokens include exact ones under 'k4c32,v4t,recent1,new4@1', which pages do not hold: .*copy_row",
+    ),
+    "page_ids": (lambda: PAGED.reset_row(0, [0.5]), TypeError, r"page_ids must be ints, got dtype float32"),
+    "too many page_ids": (
+        lambda: PAGED.reset_row(0, [0, 1, 2]),
+        ValueError,
+        r"page_ids must have shape \[m\], m at most the page table's 2, got \[3\]",
+    ),
+    "page_ids rank": (
+        lambda: PAGED.copy_row(0, 1, [[0]]),
+        ValueError,
+        r"page_ids must have shape \[m\], .*, got \[1, 1\]",
+    ),
+    "src": (lambda: PAGED.copy_row(-1, 0), ValueError, r"src must be in \[0, 2\), got -1"),
+    "dst": (lambda: PAGED.copy_row(0, 1.0), TypeError, r"dst must be an int or an integer scalar, got 1.0"),
+    "full_pages": (lambda: FMT.full_pages(-1), ValueError, r"length must be at least 0, got -1"),
     # merge_states
     "no states": (lambda: merge_states([]), ValueError, r"states must hold at least one \(out, lse\) pair, got none"),
     "states": (

@@ -131,6 +131,29 @@ def test_the_donated_cache_is_not_copied(text, kernel):
         assert all(a.is_deleted() for a in jax.tree.leaves(cache.key))
 
 
+ROW_METHODS = {
+    "rollback": lambda cache, row: cache.rollback(1),
+    "reset_row": lambda cache, row: cache.reset_row(row, jnp.arange(3), 0),
+    "copy_row": lambda cache, row: cache.copy_row(row, 1 - row),
+}
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+@formats
+def test_rows_change_in_place(text, name):
+    """Donated, no page or exact token moves; a copied row is read page by page."""
+    cache, _ = operands(text)
+    compiled = jax.jit(ROW_METHODS[name], donate_argnums=0).lower(cache, jnp.int32(0)).compile()
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        page = cache.key.codes.nbytes // cache.key.codes.shape[2]
+        exact = 0 if cache.exact_key is None else cache.exact_key.nbytes
+        assert memory.temp_size_in_bytes < (2**16 if name != "copy_row" else 2**16 + 8 * page + 2 * exact)
+        assert memory.alias_size_in_bytes > 0.99 * cache.nbytes
+    before = pointers(cache)
+    assert pointers(compiled(cache, jnp.int32(0))) == before
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_attention_alone_needs_no_memory_like_the_cache(kernel):
     """The kernel reads packed bytes: its program holds less than a tenth of the dequantized cache."""
