@@ -300,6 +300,25 @@ def test_rows_that_cannot_be_read(text, implementation):
 
 
 @implementations
+@pytest.mark.parametrize("text", ["k2t,v2t", "k4t32,v4t32", "k4c32,v4c32"])
+def test_negative_scales(text, implementation):
+    """The quantizer makes none, a converter might: right, or NaN where the tensor-core kernel has no such weights."""
+    with on(implementation):
+        q, cache, _ = example(text)
+        for name in ("key", "value"):
+            pages = getattr(cache, name)
+            negated = dataclasses.replace(pages, params=pages.params.at[..., 0].multiply(-1))
+            turned = dataclasses.replace(cache, **{name: negated})
+            out, lse = attend(q, turned, implementation=implementation)
+            if name == "value" and "c" not in text and implementation == "cuda" and np.isnan(np.asarray(out)).any():
+                seen = np.isfinite(np.asarray(lse))
+                assert np.isnan(np.asarray(out)[seen]).all()
+                np.testing.assert_array_equal(np.asarray(out)[~seen], 0)
+            else:
+                check_attention((out, lse), q, turned, implementation)
+
+
+@implementations
 @pytest.mark.parametrize("text", ["k4t32,v4t32", "k4c32,v4c32"])
 def test_tokens_that_are_not_finite(text, implementation):
     """NaN parameters that a query sees make its row and KV head NaN (keys) or just their channels (values)."""
