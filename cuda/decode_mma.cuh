@@ -229,6 +229,7 @@ __device__ __forceinline__ void attend_exact(const DecodeParams& params, const I
       (int64_t{params.row_entry(row, params.exact_rows)} * params.layers + work.layer) * params.num_kv_heads + kv_head;
   const int64_t head_slots = head * (windows.sink + windows.ring);
   ExactChunk chunk(work, windows, unit - work.tiles, lane);
+  const ExactValues<T::kDim> values(params, chunk, head_slots, lane);
   float scores[T::kTiles][1][2], steps[T::kTiles];
   score_exact<T::kDim>(params, rows, chunk, head_slots, lane, scores);
 #pragma unroll
@@ -248,7 +249,7 @@ __device__ __forceinline__ void attend_exact(const DecodeParams& params, const I
     }
   }
   exponentiate<T>(steps, scores, softmax, out);
-  add_values_exact(params, chunk, head_slots, seen, scores, lane, out);
+  add_values_exact(values, seen, scores, lane, out);
 }
 
 // Leaves an item, or the warp's part of it.

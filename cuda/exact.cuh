@@ -45,26 +45,35 @@ template <int kDim, int kTiles>
 __device__ __forceinline__ void score_exact(const DecodeParams& params, const ItemRows& rows, const ExactChunk& chunk,
                                             int64_t head_slots, int lane, float (&scores)[kTiles][1][2]) {
   const int g = lane / 4, c = lane % 4;
-  float sums[kTiles][4] = {};
-#pragma unroll 1
-  for (int channel = 8 * c; channel < padded_dim(kDim); channel += 32) {
-    const bool inside = kDim % 32 == 0 || channel < kDim;
-    uint4 keys[2] = {};
-    for (int r = 0; r < 2; ++r) {
-      if (inside && chunk.slot[r] >= 0)
-        keys[r] = *reinterpret_cast<const uint4*>(params.key.exact + (head_slots + chunk.slot[r]) * kDim + channel);
-    }
+  constexpr int kSteps = padded_dim(kDim) / 32;
+  uint4 keys[kSteps][2];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int64_t index = rows.query_index(4 * tile + g / 2);
+  for (int step = 0; step < kSteps; ++step) {
+    const int channel = 32 * step + 8 * c;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      keys[step][r] = {};
+      if ((kDim % 32 == 0 || channel < kDim) && chunk.slot[r] >= 0)
+        keys[step][r] =
+            *reinterpret_cast<const uint4*>(params.key.exact + (head_slots + chunk.slot[r]) * kDim + channel);
+    }
+  }
+  float sums[kTiles][4] = {};
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int64_t index = rows.query_index(4 * tile + g / 2);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int channel = 32 * step + 8 * c;
       uint32_t q[4] = {};
-      if (inside && index >= 0) {
+      if ((kDim % 32 == 0 || channel < kDim) && index >= 0) {
         for (int i = 0; i < 4; ++i)
           q[i] = bf16_part(load_query_pair(params, index * kDim + channel + 2 * i), g % 2 == 1);
       }
       // Which channel is which k is free, as long as keys and queries agree.
-      ptx::mma_bf16(sums[tile], {keys[0].x, keys[1].x, keys[0].y, keys[1].y}, {q[0], q[1]});
-      ptx::mma_bf16(sums[tile], {keys[0].z, keys[1].z, keys[0].w, keys[1].w}, {q[2], q[3]});
+      const uint4 first = keys[step][0], second = keys[step][1];
+      ptx::mma_bf16(sums[tile], {first.x, second.x, first.y, second.y}, {q[0], q[1]});
+      ptx::mma_bf16(sums[tile], {first.z, second.z, first.w, second.w}, {q[2], q[3]});
     }
   }
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -72,11 +81,31 @@ __device__ __forceinline__ void score_exact(const DecodeParams& params, const It
   }
 }
 
+// The values of a chunk's tokens, read before the scores are made so that they come with the keys: pairs of channels
+// 16 u + 8 (i % 2) + 2 c of the lane's token i / 2.
+template <int kDim>
+struct ExactValues {
+  uint32_t values[kDim / 16][4];
+
+  __device__ __forceinline__ ExactValues(const DecodeParams& params, const ExactChunk& chunk, int64_t head_slots,
+                                         int lane) {
+#pragma unroll
+    for (int u = 0; u < kDim / 16; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int slot = chunk.slot[i / 2], channel = 16 * u + 8 * (i % 2) + 2 * (lane % 4);
+        values[u][i] = 0;
+        if (slot >= 0)
+          values[u][i] = *reinterpret_cast<const uint32_t*>(params.value.exact + (head_slots + slot) * kDim + channel);
+      }
+    }
+  }
+};
+
 // `seen`: of the lane's two tokens, by its query rows, one bit a tile.  A value that a query does not see may be
 // anything, and 0 * NaN is NaN: where queries differ in what they see, each takes a product of its own.
 template <int kDim, int kTiles, int kMaxGroups>
-__device__ __forceinline__ void add_values_exact(const DecodeParams& params, const ExactChunk& chunk,
-                                                 int64_t head_slots, const unsigned (&seen)[2],
+__device__ __forceinline__ void add_values_exact(const ExactValues<kDim>& chunk, const unsigned (&seen)[2],
                                                  const float (&p)[kTiles][1][2], int lane,
                                                  Outputs<kDim, kTiles, kMaxGroups>& out) {
   constexpr unsigned kAllTiles = (1u << kTiles) - 1;
@@ -102,14 +131,7 @@ __device__ __forceinline__ void add_values_exact(const DecodeParams& params, con
   }
   // The values of 16 channels, of the tokens that are asked for.
   const auto values = [&](int u, bool first, bool second, uint32_t (&a)[4]) {
-    for (int i = 0; i < 4; ++i) {
-      const int channel = 16 * u + 8 * (i % 2) + 2 * c;
-      uint32_t pair = 0;
-      if (i / 2 == 0 ? first : second)
-        pair =
-            *reinterpret_cast<const uint32_t*>(params.value.exact + (head_slots + chunk.slot[i / 2]) * kDim + channel);
-      a[i] = ptx::transpose_b16(pair);
-    }
+    for (int i = 0; i < 4; ++i) a[i] = ptx::transpose_b16((i / 2 == 0 ? first : second) ? chunk.values[u][i] : 0);
   };
   const auto add = [&](int u, int tile, const uint32_t (&a)[4], bool wanted) {
     float sums[4] = {};

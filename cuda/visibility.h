@@ -44,10 +44,17 @@ struct Visible {
   JF_HOST_DEVICE constexpr bool sees_exact(int t, int sink) const { return (t < sink || t >= boundary) && sees(t); }
 };
 
+// First token in a window that reaches `left` tokens back from a position.  No difference overflows: a compiler may
+// take max(position - left, 0) for the choice, and did.
+JF_HOST_DEVICE constexpr int window_begin(int position, int left) {
+  const int at = position > 0 ? position : 0;
+  return at > left ? at - left : 0;
+}
+
 // First token that any query of the row may see; pages wholly before it are not read, and their ids may be anything.
 JF_HOST_DEVICE constexpr int first_visible(const Features& features, const RowQueries& row) {
   if (row.count == 0) return row.length;
-  return row.first > features.window_left ? row.first - features.window_left : 0;
+  return window_begin(row.first, features.window_left);
 }
 
 // What query j of a row sees.  In a tree its position is that of its depth: as many tokens further as it sees drafts,
@@ -72,9 +79,9 @@ JF_HOST_DEVICE constexpr Visible visible(const Features& features, const Windows
       ++seen;
     }
     position = first + (seen > 0 ? seen - 1 : 0);
-    v.begin = seen > left ? oldest_draft : position > left ? position - left : 0;
+    v.begin = seen > left ? oldest_draft : window_begin(position, left);
   } else {
-    v.begin = position > left ? position - left : 0;
+    v.begin = window_begin(position, left);
     v.end = features.causal ? position + 1 : right < n - 1 - position ? position + 1 + right : n;
     if (v.end < 0) v.end = 0;
   }

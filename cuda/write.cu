@@ -4,7 +4,8 @@
 // CTA whose tile has nothing to do leaves.  A tile is 32 tokens, or 64 where groups are.  Each CTA
 //   1. loads its tokens that become quantized, from k or v or the ring, into shared memory,
 //   2. takes each group's range, stores scale and offset, and keeps them in shared memory,
-//   3. packs codes, 16 bytes of the page a thread, and stores those whose tokens are there,
+//   3. packs codes, 16 bytes of the page a thread (a byte where tokens are few), and stores those whose tokens are
+//   there,
 //   4. puts the newest tokens into the ring's slots: write_params.h says why after 1, by this CTA.
 // The first CTA of a row also checks its page table.  At 16 bits, 1 stores to the page and 2 and 3 are left out.
 //
@@ -172,8 +173,33 @@ __device__ unsigned pack_values(const Tile<Stage>& tile, CodeWord at, int half, 
   return there;
 }
 
+// Of a few tokens: a byte a thread.
+template <int kBits, bool kValue, bool kChannel, class Stage>
+__device__ void pack_bytes(const Tile<Stage>& tile) {
+  const WriteOperand& x = tile.x;
+  const int bytes = token_bytes(kBits, x.dim), in_page = tile.first % tile.params.page_size;
+  uint8_t* codes = x.codes + tile.page_head * x.page_bytes(tile.params.page_size);
+  for (int i = threadIdx.x; i < (tile.paged_end - tile.paged_begin) * bytes; i += kThreads) {
+    const int t = tile.paged_begin - tile.first + i / bytes, in_token = i % bytes;
+    const int first = in_token / 16 * (128 / kBits) + in_token % 16;  // channel of field 0
+    const bool tail = in_token / 16 == num_blocks(kBits, x.dim);
+    uint32_t byte = 0;
+#pragma unroll
+    for (int f = 0; f < 8 / kBits; ++f) {
+      const int channel = first + (kValue ? value_field_channel(tail, f) : key_field_channel(kBits, tail, f));
+      if (channel >= x.dim) continue;  // padding
+      const Affine group = kChannel ? tile.channel_group(t, channel) : tile.token_group(t, channel / 32);
+      byte |= code(to_float(tile.token(t)[channel]), group, kBits) << (kBits * f);
+    }
+    const CodeAddress to =
+        kValue ? value_address(kBits, x.dim, in_page + t, first) : key_address(kBits, x.dim, in_page + t, first);
+    codes[to.byte] = static_cast<uint8_t>(byte);
+  }
+}
+
 template <int kBits, bool kValue, bool kChannel, class Stage>
 __device__ void pack(const Tile<Stage>& tile) {
+  if (tile.paged_end - tile.paged_begin <= 8) return pack_bytes<kBits, kValue, kChannel>(tile);
   const WriteOperand& x = tile.x;
   const int bytes = token_bytes(kBits, x.dim), half = tile.first % kTileTokens;
   const int in_page = tile.first % tile.params.page_size - half;

