@@ -109,12 +109,13 @@ class Histories(RuleBasedStateMachine):
         own += allocator.allocate(max(missing, 0))
         return True
 
-    def sources(self, start, dst):
-        """A row in the pool of ``dst``, other than it, that has tokens to give; the first such from ``start`` on."""
+    def source(self, start, dst):
+        """The first row from ``start`` on that has tokens to give to ``dst`` by their pages; None if there is none."""
         for src in ((start + i) % BATCH for i in range(BATCH)):
             row = self.rows[src]
             if src != dst and row.tokens and not row.lost and self.allocator(src) is self.allocator(dst):
-                yield src
+                return src
+        return None
 
     # --- Steps ---
 
@@ -198,21 +199,22 @@ class Histories(RuleBasedStateMachine):
     @rule(start=ROW, dst=ROW, whole=st.booleans())
     def fork(self, start, dst, whole):
         """Shares what no row writes again; owns the rest. ``whole``: also pages that hold no token yet."""
-        for src in self.sources(start, dst):
-            self.release(dst)
-            row, allocator = self.rows[src], self.allocator(dst)
-            shared = self.fmt.full_pages(len(row.tokens))
-            total = len(row.ids) if whole else min(-(-len(row.tokens) // self.page), len(row.ids))
-            if total - shared > allocator.num_free:
-                return self.reset(dst)
-            own = allocator.allocate(total - shared)
-            row.num_new = 0
-            self.rows[dst] = dataclasses.replace(
-                row, tokens=list(row.tokens), ids=allocator.fork(row.ids[:shared]) + own
-            )
-            self.copy(src, dst)
-            self.agrees()
-            return self.advance(8, [1] * BATCH)  # each writes its own last page
+        src = self.source(start, dst)
+        if src is None:
+            return
+        self.release(dst)
+        row, allocator = self.rows[src], self.allocator(dst)
+        shared = self.fmt.full_pages(len(row.tokens))
+        total = len(row.ids) if whole else min(-(-len(row.tokens) // self.page), len(row.ids))
+        if total - shared > allocator.num_free:
+            self.reset(dst)
+            return
+        own = allocator.allocate(total - shared)
+        row.num_new = 0
+        self.rows[dst] = dataclasses.replace(row, tokens=list(row.tokens), ids=allocator.fork(row.ids[:shared]) + own)
+        self.copy(src, dst)
+        self.agrees()
+        self.advance(8, [1] * BATCH)  # each writes its own last page
 
     @rule(src=ROW, dst=ROW)
     def copy_to_another_pool(self, src, dst):
@@ -222,7 +224,8 @@ class Histories(RuleBasedStateMachine):
             return
         self.release(dst)
         if len(row.ids) > allocator.num_free:
-            return self.reset(dst)
+            self.reset(dst)
+            return
         row.num_new = 0
         self.rows[dst] = dataclasses.replace(row, tokens=list(row.tokens), ids=allocator.allocate(len(row.ids)))
         self.copy(src, dst)
@@ -230,24 +233,28 @@ class Histories(RuleBasedStateMachine):
     @rule(start=ROW, dst=ROW)
     def move(self, start, dst):
         """All pages change hands; nothing is copied but exact tokens."""
-        for src in self.sources(start, dst):
-            self.release(dst)
-            self.rows[dst], self.rows[src] = dataclasses.replace(self.rows[src], num_new=0), Row()
-            self.copy(src, dst)
-            return self.reset(src)
+        src = self.source(start, dst)
+        if src is None:
+            return
+        self.release(dst)
+        self.rows[dst], self.rows[src] = dataclasses.replace(self.rows[src], num_new=0), Row()
+        self.copy(src, dst)
+        self.reset(src)
 
     @precondition(lambda self: not (self.fmt.sink_tokens or self.fmt.recent_tokens))
     @rule(start=ROW, dst=ROW)
     def admit_with_prefix(self, start, dst):
         """Pages of another row that it will not write again, whatever it rolls back, are the prefix of a new one."""
-        for src in self.sources(start, dst):
-            self.release(dst)
-            row = self.rows[src]
-            shared = self.fmt.full_pages(len(row.tokens) - row.num_new)
-            length = shared * self.page
-            ids = self.allocator(dst).fork(row.ids[:shared])
-            self.rows[dst] = Row(row.tokens[:length], ids, busy=True, poison=row.poison)
-            return self.reset(dst, length)
+        src = self.source(start, dst)
+        if src is None:
+            return
+        self.release(dst)
+        row = self.rows[src]
+        shared = self.fmt.full_pages(len(row.tokens) - row.num_new)
+        length = shared * self.page
+        ids = self.allocator(dst).fork(row.ids[:shared])
+        self.rows[dst] = Row(row.tokens[:length], ids, busy=True, poison=row.poison)
+        self.reset(dst, length)
 
     # --- Checks ---
 
