@@ -107,8 +107,8 @@ class KVFormat:
       page_size: tokens a page, a multiple of 64.
       sink_tokens: the first tokens of a row, which stay exact (bfloat16).
       recent_tokens: the least number of newest tokens that are exact.
-      max_new: the most tokens one step may bring for which earlier queries still see every exact token; longer steps
-        (prefill) let queries further back than the ring read quantized tokens.
+      max_new: the most tokens one step may bring for which earlier queries still see every exact token, and that can be
+        rolled back; longer steps (prefill) let queries further back than the ring read quantized tokens.
       param_dtype: dtype of scale and offset, float16 or float32.
     """
 

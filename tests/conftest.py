@@ -12,4 +12,4 @@ from jax_foscar import native
 # A source tree found before the installed package would have no modules, and half of the tests would quietly vanish.
 assert native.module("cpu") is not None, "jax_foscar has no compiled module: run `make test`, or python -P -m pytest"
 
-settings.register_profile("thorough", max_examples=2000)
+settings.register_profile("thorough", max_examples=1600)
