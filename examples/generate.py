@@ -6,14 +6,12 @@ The text goes to stdout; progress and the closing figures go to stderr.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from smollm2 import explain_missing
 
@@ -23,6 +21,7 @@ try:
     from tokenizers.decoders import DecodeStream
 
     from jax_foscar import KVCache, KVFormat
+    from smollm2.arguments import Parser, kv_format, number, positive
     from smollm2.attention import FORMATS, Cache, create_cache, decode_hook, parse_kv, prefill_hook
     from smollm2.model import AttentionHook, Config, Params, forward, logits
     from smollm2.progress import CompileLog, Progress
@@ -76,33 +75,6 @@ def make_steps(config: Config, hook: AttentionHook, sample: Sampler):
     return prefill, decode
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def number(convert: Callable[[str], float], requirement: str, holds: Callable[[float], bool]):
-    """An argparse type: a number for which `holds`."""
-
-    def parse(text: str):
-        try:
-            value = convert(text)
-        except ValueError:
-            value = math.nan
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"must be {requirement}, got {text!r}")
-        return value
-
-    return parse
-
-
-def kv_format(text: str) -> KVFormat | None:
-    try:
-        return parse_kv(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"must be f32, {', '.join(FORMATS)} or a format string: {e}") from None
-
-
 def parse_args() -> tuple[argparse.Namespace, Parser]:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -119,7 +91,6 @@ def parse_args() -> tuple[argparse.Namespace, Parser]:
     parser.add_argument(
         "--no-chat", action="store_true", help="continue the prompt as it is, without the chat template"
     )
-    positive = number(int, "an integer of at least 1", lambda n: n >= 1)
     parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="default: %(default)s")
     heat = number(float, "0 or from 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)
     parser.add_argument("--temperature", type=heat, default=0.0, metavar="X", help="0, the default, is greedy")

@@ -44,6 +44,20 @@ def foscar_hook(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: jax
     return decode_attention(q, cache, layer=layer), cache
 
 
+def row_hook(row: jax.Array) -> AttentionHook:
+    """For a prompt that enters one row of a larger cache: q [1, T, N, D], which the model computes for that row alone.
+
+    `advance` has counted 0 tokens in all other rows, so that nothing is written there, and nothing read.
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+        q, k, v = (jnp.zeros((cache.batch, *x.shape[1:]), x.dtype).at[row].set(x[0]) for x in (q, k, v))
+        cache = cache.write(k, v, layer=layer)
+        return decode_attention(q, cache, layer=layer, query_lengths=cache.num_new)[row][None], cache
+
+    return attend
+
+
 def plain_hook(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
     """The same through the float32 control."""
     cache = cache.write(k, v, layer=layer)
@@ -61,10 +75,13 @@ def decode_hook(fmt: KVFormat | None) -> AttentionHook:
 
 def create_cache(fmt: KVFormat | None, config: Config, *, batch: int, max_length: int) -> Cache:
     create = PlainCache.create if fmt is None else partial(KVCache.create, fmt)
-    return create(
-        batch=batch,
-        max_length=max_length,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
+    return create(batch=batch, max_length=max_length, **sizes(config))
+
+
+def create_paged_cache(fmt: KVFormat, config: Config, *, num_pages: int, batch: int, max_length: int) -> KVCache:
+    return KVCache.create_paged(fmt, num_pages=num_pages, batch=batch, max_length=max_length, **sizes(config))
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """What a cache must know of the model."""
+    return {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}

@@ -26,9 +26,19 @@ def build_tokenizer(reader: GGUFReader) -> Tokenizer:
     return tokenizer
 
 
+def system_turn(text: str = SYSTEM) -> str:
+    """How a chat starts in ChatML, as the GGUF's chat template renders it; it ends where another turn may begin."""
+    return f"<|im_start|>system\n{text}<|im_end|>\n"
+
+
+def user_turn(prompt: str) -> str:
+    """What follows: the user's turn, and the opening of the answer."""
+    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
 def chat(prompt: str) -> str:
-    """One user turn in ChatML, as the GGUF's chat template renders it with SmolLM2's default system prompt."""
-    return f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    """One user turn, with SmolLM2's default system prompt."""
+    return system_turn() + user_turn(prompt)
 
 
 def stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
