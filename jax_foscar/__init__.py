@@ -1,7 +1,7 @@
 """Decode attention over a 2/4-bit KV cache, inside jitted JAX programs."""
 
+from . import convert, reference
 from . import native as _native
-from . import reference
 from .allocator import OutOfPages, PageAllocator
 from .attention import decode_attention, merge_states
 from .cache import KVCache, Pages
@@ -17,6 +17,7 @@ __all__ = [
     "PageAllocator",
     "Pages",
     "Quant",
+    "convert",
     "decode_attention",
     "dequantize",
     "export_checks",
