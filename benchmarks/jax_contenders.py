@@ -101,7 +101,7 @@ def microseconds(step: Callable[..., jax.Array], q: jax.Array, operands: object,
         @jax.jit
         def program(q: jax.Array, operands: object) -> jax.Array:
             for i in range(count):
-                q = step(q, operands, i)
+                q = step(q, operands, i).astype(q.dtype)  # Pallas gives float32
             return q
 
         return seconds(lambda: program(q, operands), repeats)
