@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="time ours alone")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--csv", type=Path, help="also write the rows there")
-    parser.add_argument("--plot", type=Path, help="also draw them: share of the read rate, speed-up over each peer")
+    parser.add_argument("--plot", type=Path, help="also draw them: share of the read rate, speed-up over a peer")
     return parser.parse_args()
 
 
@@ -146,7 +146,7 @@ def table(rows: list[dict[str, object]], rate: float | None) -> list[dict[str, s
 
 
 def draw(lines: list[dict[str, str]], path: Path) -> None:
-    """Two panels, over the shapes: share of the read rate, and speed-up over the first peer."""
+    """Two panels, over the shapes: share of the read rate, and speed-up over FlashInfer, or else the first peer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,7 +155,8 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
     ours = [line for line in lines if line["rel L2"]]
     shapes = list(dict.fromkeys(line["shape"] for line in ours))
     formats = list(dict.fromkeys(line["contender"] for line in ours))
-    speed_up = next((column for column in lines[0] if column.startswith("x ")), None)
+    peers = [column for column in lines[0] if column.startswith("x ")]
+    speed_up = next((column for column in peers if "FlashInfer" in column), next(iter(peers), None))
     panels = [c for c in ("% of read", speed_up) if c and any(line[c] for line in ours)] or ["GB/s"]
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(1.6 * len(shapes) + 3, 3.2 * len(panels)), squeeze=False)
     for axis, column in zip(axes[:, 0], panels, strict=True):
