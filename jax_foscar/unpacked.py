@@ -55,7 +55,8 @@ def spread(params: np.ndarray, quant: Quant, dim: int) -> np.ndarray:
 def _token_groups(mask: np.ndarray, quant: Quant) -> np.ndarray:
     """Which groups hold a token of ``mask [B, T]``, to be broadcast against parameters."""
     batch, tokens = mask.shape
-    return mask.reshape(batch, tokens // quant.token_group, quant.token_group).any(-1)[..., None, None]
+    groups = mask.reshape(batch, tokens // quant.token_group, quant.token_group, 1, 1)
+    return np.asarray(groups.any(axis=2))
 
 
 def expect_shape(name: str, array: Any, shape: tuple[int, ...], remedy: str) -> None:
