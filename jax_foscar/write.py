@@ -111,8 +111,9 @@ def _write(cache: Written, given: Given, fmt: KVFormat) -> Written:
 
         keep = fresh[:, :, None, :, None]  # [B, A, 1, page, 1]
         if not quant.quantized:
-            old = layout.unpack(codes[index], operand, 16, dim)
-            merged = layout.pack(jnp.where(keep, paged(tokens.astype(jnp.bfloat16)), old), operand, 16)
+            old = _bits(layout.unpack(codes[index], operand, 16, dim), jnp.uint16)
+            merged = jnp.where(keep, paged(_bits(tokens.astype(jnp.bfloat16), jnp.uint16)), old)
+            merged = layout.pack(_bits(merged, jnp.bfloat16), operand, 16)
             return codes.at[pool, layer, target].set(merged, mode="drop"), None
         assert params is not None
         where = (quantized >= fmt.sink_tokens)[:, None, :, None] if quant.per == "channel" else None
