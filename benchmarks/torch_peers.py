@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from shapes import Shape
@@ -102,8 +101,3 @@ def peers() -> dict[str, Callable[[Shape, int], float]]:
         "XQA fp8": lambda shape, repeats: xqa(shape, repeats, torch.float8_e4m3fn),
         "XQA bf16": lambda shape, repeats: xqa(shape, repeats, torch.bfloat16),
     }
-
-
-def cache_bytes(shape: Shape, element_bytes: int) -> int:
-    """Bytes of keys and values that one call reads."""
-    return int(np.sum(shape.row_lengths(), dtype=np.int64)) * shape.kv_heads * shape.head_dim * 2 * element_bytes

@@ -189,7 +189,8 @@ class Call {
   void write_query(int row, int head, int query, float max, float sum, const float* out) const {
     const int64_t at = query_index(row, head, query);
     float factor = 1;
-    if (p_.features.sinks && is_real(row, query)) factor = join_sink(p_.sink(row, at % p_.num_heads), &max, &sum);
+    if (p_.features.sinks && is_real(row, query))
+      factor = join_sink(p_.sink(row, at % p_.num_heads), &max, &sum, [](float x) { return expf(x); });
     if (sum == 0) return fill_query(row, head, query, 0);
     for (int d = 0; d < p_.value.dim; ++d)
       store_float(p_.out, at * p_.value.dim + d, p_.q_dtype, factor * out[d] / sum);

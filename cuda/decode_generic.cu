@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     const bool real = r < real_rows;
     float factor = 1.0f;
     if (real && features.sinks != nullptr)
-      factor = join_sink(params.sink(row, result_index(r) % params.num_heads), &max, &sum);
+      factor =
+          join_sink(params.sink(row, result_index(r) % params.num_heads), &max, &sum, [](float x) { return expf(x); });
     const bool empty = sum == 0.0f;
     // Added, so that it turns a result into NaN or leaves it.
     const float fill = !real || shared.finite[r] ? 0.0f : NAN;

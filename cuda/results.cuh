@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "params.h"
+#include "sinks.h"
 
 namespace jax_foscar::cuda {
 
@@ -25,11 +26,7 @@ __device__ __forceinline__ float normalize(const DecodeParams& params, int64_t i
   if (params.features.sinks != nullptr) {
     const int head = static_cast<int>(index % params.num_heads);
     const int row = static_cast<int>(index / params.num_heads / params.num_queries);
-    const float sink = params.sink(row, head) * 1.4426950408889634f;
-    const float top = sink > *max ? sink : *max, base = top == -INFINITY ? 0.0f : top;
-    factor = exp2f(*max - base);
-    *sum = *sum * factor + exp2f(sink - base);
-    *max = top;
+    factor = join_sink(params.sink(row, head) * 1.4426950408889634f, max, sum, [](float x) { return exp2f(x); });
   }
   return *sum == 0.0f ? 0.0f : factor / *sum;
 }

@@ -9,12 +9,13 @@ namespace jax_foscar {
 
 // Joins a sink to a softmax with maximum `max` (-inf: no token was seen) and sum of exp(logit - max): both become those
 // with the sink, and the factor for what was summed up under the old maximum is returned.  A sink that is NaN or +inf
-// makes the sum NaN.
-JF_HOST_DEVICE inline float join_sink(float sink, float* max, float* sum) {
+// makes the sum NaN.  `exp` is of the base that sink and maximum are logarithms of.
+template <typename Exp>
+JF_HOST_DEVICE inline float join_sink(float sink, float* max, float* sum, Exp exp) {
   const float top = sink > *max ? sink : *max;
   const float base = top == -INFINITY ? 0.0f : top;
-  const float factor = expf(*max - base);
-  *sum = *sum * factor + expf(sink - base);
+  const float factor = exp(*max - base);
+  *sum = *sum * factor + exp(sink - base);
   *max = top;
   return factor;
 }
