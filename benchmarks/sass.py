@@ -231,8 +231,10 @@ class Graph:
         return sum(instruction.kind in kinds for block in blocks for instruction in self.blocks[block])
 
     def main_loop(self) -> int | None:
-        """The head of the innermost loop that copies tiles and multiplies them."""
-        heads = [head for head, blocks in self.loops.items() if self.count(blocks, MMAS) and self.count(blocks, COPIES)]
+        """The head of the innermost loop that copies tiles and multiplies them; exact tokens need no integer MMA."""
+        heads = [
+            head for head, blocks in self.loops.items() if self.count(blocks, {"IMMA"}) and self.count(blocks, COPIES)
+        ]
         return min(heads, key=lambda head: len(self.loops[head]), default=None)
 
     def common_path(self, head: int) -> list[int]:

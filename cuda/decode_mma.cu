@@ -94,13 +94,16 @@ const char* refuse_decode_mma(const DecodeParams& params) {
   if (choice.variant == nullptr) return "jax_foscar decode_attention: the fast kernel has no such variant";
   // The schedule counts in 32 bits; a row and item has at most this many units.
   const int64_t most_units = int64_t{params.table_width} * params.page_size / kTileTokens +
-                             (params.windows.sink + params.windows.ring) / 16 + 2;
+                             (params.windows.sink + params.windows.ring) / 8 + 2;
   const int64_t rows = 4 * choice.variant->tiles, blocks = (rows_a_kv_head(params) + rows - 1) / rows;
   if (most_units * params.batch * params.num_kv_heads * blocks > INT32_MAX)
     return "jax_foscar decode_attention: too much work for the fast kernel's 32-bit counts";
   if (int64_t{params.pools} * params.layers * params.pages * params.num_kv_heads * params.page_size / kTileTokens >
       INT32_MAX)
     return "jax_foscar decode_attention: too many pages for the fast kernel's 32-bit counts";
+  if (int64_t{params.exact_rows} * params.layers * params.num_kv_heads * (params.windows.sink + params.windows.ring) >
+      INT32_MAX)
+    return "jax_foscar decode_attention: too many exact tokens for the fast kernel's 32-bit counts";
   for (const OperandParams* operand : {&params.key, &params.value}) {
     if (operand->per_channel && operand->group != 32 && operand->group != 64)
       return "jax_foscar decode_attention: the fast kernel takes token groups of 32 or 64";

@@ -86,11 +86,13 @@ struct Traits {
   // read rate.
   struct alignas(128) Own {
     Queries queries;
+    ExactRow exact;
     uint64_t barriers[kTileBytes.total() != 0 ? 1 : kNumBarriers];  // only of bulk copies
   };
   struct Sizes {
     static constexpr TileBytes kBytes = kTileBytes;
     static constexpr bool kFixed = kBytes.total() != 0;
+    static constexpr int kDim = kDim_;
     static constexpr int kStages = kFixed ? fixed_stages(kMaxWarps, kBytes.total(), sizeof(Own)) : 0;
     __device__ static TileBytes get(const Plan& plan) { return kFixed ? kBytes : plan.bytes; }
     __device__ static int stages(const Plan& plan) { return kFixed ? kStages : plan.stages; }
@@ -220,36 +222,33 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
 }
 
 template <class T>
-__device__ __forceinline__ void attend_exact(const DecodeParams& params, const ItemRows& rows, const RowWork& work,
-                                             int row, int kv_head, int unit, int lane,
+__device__ __forceinline__ void attend_exact(const DecodeParams& params, const Plan& plan, typename T::Stream& stream,
+                                             const RowWork& work, int unit, int lane,
+                                             const ExactQueries<T::kDim, T::kTiles>& exact_queries,
                                              const typename T::Queries& queries, Softmax<T::kTiles>& softmax,
                                              typename T::Outputs& out) {
-  const Windows& windows = params.windows;
-  const int64_t head =
-      (int64_t{params.row_entry(row, params.exact_rows)} * params.layers + work.layer) * params.num_kv_heads + kv_head;
-  const int64_t head_slots = head * (windows.sink + windows.ring);
-  ExactChunk chunk(work, windows, unit - work.tiles, lane);
-  const ExactValues<T::kDim> values(params, chunk, head_slots, lane);
+  const ExactChunk chunk(exact_chunk_tokens(params), work, unit - work.tiles, lane);
   float scores[T::kTiles][1][2], steps[T::kTiles];
-  score_exact<T::kDim>(params, rows, chunk, head_slots, lane, scores);
+  score_exact<typename T::Stream>(stream.keys(), chunk, exact_queries, lane, scores);
+  stream.replace_keys();
 #pragma unroll
   for (int tile = 0; tile < T::kTiles; ++tile) steps[tile] = params.scale * 1.4426950408889634f;
   if (params.features.soft_cap != 0.0f) cap_scores<T>(params, steps, scores);
-  unsigned seen[2] = {};  // of the lane's tokens, by the lane's query rows: one bit a tile
+  unsigned seen[2][T::kTiles];  // by lane 4 g + c: its query row sees token 8 r + g
 #pragma unroll
   for (int tile = 0; tile < T::kTiles; ++tile) {
     const Visible visible = queries.rows[4 * tile + lane % 4].visible;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (chunk.slot[r] >= 0 && visible.sees_exact(chunk.token[r], windows.sink)) {
-        seen[r] |= 1u << tile;
-      } else {
-        scores[tile][0][r] = -INFINITY;
-      }
+      const bool sees = chunk.token[r] >= 0 && visible.sees_exact(chunk.token[r], params.windows.sink);
+      if (!sees) scores[tile][0][r] = -INFINITY;
+      seen[r][tile] = __ballot_sync(kAllLanes, sees);
     }
   }
   exponentiate<T>(steps, scores, softmax, out);
-  add_values_exact(values, seen, scores, lane, out);
+  const uint8_t* values = stream.values() + T::Sizes::get(plan).value_codes_at();
+  add_values_exact<typename T::Stream>(values, chunk, seen, scores, lane, out);
+  stream.replace_values();
 }
 
 // Leaves an item, or the warp's part of it.
@@ -346,7 +345,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     return rows;
   };
   ItemRows rows = load(start.row, start.block);  // before the copies, or it would wait behind them
-  typename T::Stream stream(params, plan, start, stages, own.barriers);
+  typename T::Stream stream(params, plan, start, stages, own.barriers, &own.exact);
 
   RowWork work = start.work;
   int left = start.count;
@@ -389,7 +388,11 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
       const bool masked = unit < plain_begin || unit >= plain_end;
       attend_tile<T>(params, plan, stream, work, first_token, masked, lane, queries, softmax, out);
     }
-    for (; unit < end; ++unit) attend_exact<T>(params, rows, work, row, kv_head, unit, lane, queries, softmax, out);
+    if (unit < end) {
+      const ExactQueries<T::kDim, T::kTiles> exact_queries(params, rows, lane);
+      for (; unit < end; ++unit)
+        attend_exact<T>(params, plan, stream, work, unit, lane, exact_queries, queries, softmax, out);
+    }
 
     finish<T>(params, rows, begins_here && end == work.units, has_tiles && stream.item_was_bad(),
               plan.pieces + (int64_t{blockIdx.x * warps + warp} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),

@@ -1,8 +1,6 @@
-// Exact tokens: sinks and the newest ones, bf16 rows straight from global memory, 16 at a time through bf16 tensor
-// cores.
+// Exact tokens: sinks and the newest ones, bf16 rows, 8 or 16 at a time through bf16 tensor cores.
 //
-// Queries and probabilities are split in two bf16 parts each, which share a tile's columns as the integer digits do.  A
-// few hundred tokens a row at most, so nothing here is tuned.
+// Queries and probabilities are split in two bf16 parts each, which share a tile's columns as the integer digits do.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,101 +23,99 @@ __device__ __forceinline__ float2 load_query_pair(const DecodeParams& params, in
   return load_query_pair<DType::kF32>(params.q, i);
 }
 
-// The lane's two tokens of a chunk: their slots, or -1.
+// The lane's two tokens of a chunk: number g and 8 + g, or -1.
 struct ExactChunk {
-  int token[2];  // number g and 8 + g
-  int slot[2];
+  int tokens;  // of a whole chunk, 8 or 16
+  int token[2];
 
-  __device__ ExactChunk(const RowWork& work, const Windows& windows, int chunk, int lane) {
-    const int count = work.exact_sinks + max(work.length - work.exact_begin, 0);
+  __device__ __forceinline__ ExactChunk(int tokens, const RowWork& work, int chunk, int lane) : tokens(tokens) {
     for (int r = 0; r < 2; ++r) {
-      const int i = chunk * kExactTokens + 8 * r + lane / 4;
-      token[r] = i < work.exact_sinks ? i : work.exact_begin + i - work.exact_sinks;
-      slot[r] = i < count ? windows.slot(token[r]) : -1;
+      const int i = 8 * r + lane / 4;
+      token[r] = i < tokens ? work.exact_token(chunk * tokens + i) : -1;
+    }
+  }
+  // Row i of 16 in shared memory; a chunk of 8 repeats its own, which nobody sees.
+  __device__ __forceinline__ int row(int i) const { return i & (tokens - 1); }
+};
+
+// The B operand: the even column of a query row has its high parts, the odd one its low parts, of channels 32 step + 8
+// c
+// .. + 7.
+template <int kDim, int kTiles>
+struct ExactQueries {
+  static constexpr int kSteps = padded_dim(kDim) / 32;
+  uint32_t parts[kTiles][kSteps][4];
+
+  __device__ __forceinline__ ExactQueries(const DecodeParams& params, const ItemRows& rows, int lane) {
+    const int g = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int64_t index = rows.query_index(4 * tile + g / 2);
+#pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) {
+        const int channel = i / 4 * 32 + 8 * c + i % 4 * 2;
+        const bool there = index >= 0 && (kDim % 32 == 0 || channel < kDim);
+        parts[tile][i / 4][i % 4] = there ? bf16_part(load_query_pair(params, index * kDim + channel), g % 2 == 1) : 0;
+      }
     }
   }
 };
 
-// scores[tile][0][r] = Q . K of the lane's tokens and query row.  `head_slots` is the head's first slot in [.., S + W].
-template <int kDim, int kTiles>
-__device__ __forceinline__ void score_exact(const DecodeParams& params, const ItemRows& rows, const ExactChunk& chunk,
-                                            int64_t head_slots, int lane, float (&scores)[kTiles][1][2]) {
+// scores[tile][0][r] = Q . K of the lane's tokens and query row; `keys` is the chunk in shared memory.
+template <class Stream, int kDim, int kTiles>
+__device__ __forceinline__ void score_exact(const uint8_t* keys, const ExactChunk& chunk,
+                                            const ExactQueries<kDim, kTiles>& queries, int lane,
+                                            float (&scores)[kTiles][1][2]) {
   const int g = lane / 4, c = lane % 4;
-  constexpr int kSteps = padded_dim(kDim) / 32;
-  uint4 keys[kSteps][2];
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int channel = 32 * step + 8 * c;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      keys[step][r] = {};
-      if ((kDim % 32 == 0 || channel < kDim) && chunk.slot[r] >= 0)
-        keys[step][r] =
-            *reinterpret_cast<const uint4*>(params.key.exact + (head_slots + chunk.slot[r]) * kDim + channel);
-    }
-  }
   float sums[kTiles][4] = {};
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t index = rows.query_index(4 * tile + g / 2);
+  for (int step = 0; step < ExactQueries<kDim, kTiles>::kSteps; ++step) {
+    const int i = 4 * step + c;
+    uint4 x[2] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int channel = 32 * step + 8 * c;
-      uint32_t q[4] = {};
-      if ((kDim % 32 == 0 || channel < kDim) && index >= 0) {
-        for (int i = 0; i < 4; ++i)
-          q[i] = bf16_part(load_query_pair(params, index * kDim + channel + 2 * i), g % 2 == 1);
-      }
+    for (int r = 0; r < 2; ++r) {
+      if (kDim % 32 == 0 || 8 * i < kDim)
+        x[r] = *reinterpret_cast<const uint4*>(keys + Stream::exact_at(chunk.row(8 * r + g), i));
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
       // Which channel is which k is free, as long as keys and queries agree.
-      const uint4 first = keys[step][0], second = keys[step][1];
-      ptx::mma_bf16(sums[tile], {first.x, second.x, first.y, second.y}, {q[0], q[1]});
-      ptx::mma_bf16(sums[tile], {first.z, second.z, first.w, second.w}, {q[2], q[3]});
+      const uint32_t (&q)[4] = queries.parts[tile][step];
+      ptx::mma_bf16(sums[tile], {x[0].x, x[1].x, x[0].y, x[1].y}, {q[0], q[1]});
+      ptx::mma_bf16(sums[tile], {x[0].z, x[1].z, x[0].w, x[1].w}, {q[2], q[3]});
     }
   }
+#pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
     for (int r = 0; r < 2; ++r) scores[tile][0][r] = sums[tile][2 * r] + sums[tile][2 * r + 1];
   }
 }
 
-// The values of a chunk's tokens, read before the scores are made so that they come with the keys: pairs of channels
-// 16 u + 8 (i % 2) + 2 c of the lane's token i / 2.
-template <int kDim>
-struct ExactValues {
-  uint32_t values[kDim / 16][4];
+// Keeps the elements of the tokens 2 c and 2 c + 1 whose lanes 4 g + c of `seen` have a bit.
+__device__ __forceinline__ uint32_t pair_mask(unsigned seen, int lane) {
+  const unsigned pair = seen >> 8 * (lane % 4);
+  return ((pair & 0x0f) != 0 ? 0x0000ffffu : 0) | ((pair & 0xf0) != 0 ? 0xffff0000u : 0);
+}
 
-  __device__ __forceinline__ ExactValues(const DecodeParams& params, const ExactChunk& chunk, int64_t head_slots,
-                                         int lane) {
-#pragma unroll
-    for (int u = 0; u < kDim / 16; ++u) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int slot = chunk.slot[i / 2], channel = 16 * u + 8 * (i % 2) + 2 * (lane % 4);
-        values[u][i] = 0;
-        if (slot >= 0)
-          values[u][i] = *reinterpret_cast<const uint32_t*>(params.value.exact + (head_slots + slot) * kDim + channel);
-      }
-    }
-  }
-};
-
-// `seen`: of the lane's two tokens, by its query rows, one bit a tile.  A value that a query does not see may be
-// anything, and 0 * NaN is NaN: where queries differ in what they see, each takes a product of its own.
-template <int kDim, int kTiles, int kMaxGroups>
-__device__ __forceinline__ void add_values_exact(const ExactValues<kDim>& chunk, const unsigned (&seen)[2],
-                                                 const float (&p)[kTiles][1][2], int lane,
-                                                 Outputs<kDim, kTiles, kMaxGroups>& out) {
-  constexpr unsigned kAllTiles = (1u << kTiles) - 1;
+// `seen[r][tile]`: bit 4 g + c is set if query row c of the tile sees token 8 r + g.  A value that a query does not see
+// may be anything, and 0 * NaN is NaN: where queries differ in what they see, each takes a product of its own.
+template <class Stream, int kDim, int kTiles, int kMaxGroups>
+__device__ __forceinline__ void add_values_exact(const uint8_t* values, const ExactChunk& chunk,
+                                                 const unsigned (&seen)[2][kTiles], const float (&p)[kTiles][1][2],
+                                                 int lane, Outputs<kDim, kTiles, kMaxGroups>& out) {
   const int c = lane % 4;
-  uint2 b[kTiles];
-  unsigned seen_by_any[2];
-  bool differ = false;
+  unsigned by_any[2], differ = 0;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const unsigned pair = seen[r] | __shfl_xor_sync(kAllLanes, seen[r], 1);
-    seen_by_any[r] = pair | __shfl_xor_sync(kAllLanes, pair, 2);
-    differ |= seen_by_any[r] != 0 && seen[r] != kAllTiles;
+    unsigned by_all = kAllLanes;
+    by_any[r] = 0;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) by_any[r] |= seen[r][tile], by_all &= seen[r][tile];
+    const unsigned pairs = by_any[r] | by_any[r] >> 1, tokens = (pairs | pairs >> 2) & 0x11111111u;
+    differ |= tokens * 15 & ~by_all;
   }
-  differ = __any_sync(kAllLanes, differ);
+  uint2 b[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     uint32_t parts[2];  // a token's high and low part
@@ -129,34 +125,30 @@ __device__ __forceinline__ void add_values_exact(const ExactValues<kDim>& chunk,
     }
     b[tile] = {parts[0], parts[1]};
   }
-  // The values of 16 channels, of the tokens that are asked for.
-  const auto values = [&](int u, bool first, bool second, uint32_t (&a)[4]) {
-    for (int i = 0; i < 4; ++i) a[i] = ptx::transpose_b16((i / 2 == 0 ? first : second) ? chunk.values[u][i] : 0);
-  };
-  const auto add = [&](int u, int tile, const uint32_t (&a)[4], bool wanted) {
-    float sums[4] = {};
-    ptx::mma_bf16(sums, a, b[tile]);
-    if (!wanted) return;
-    out.sums[tile][u][0] += sums[0] + sums[1];
-    out.sums[tile][u][1] += sums[2] + sums[3];
+  const uint32_t from = ptx::shared_address(values);
+  const int token = chunk.row(lane / 16 * 8 + lane % 8), half = lane / 8 % 2;  // of the row that the lane points at
+  // The products of the tokens that are asked for, to the outputs where `wanted`.
+  const auto add = [&](int tile, unsigned first, unsigned second, bool wanted) {
+    const uint32_t masks[2] = {pair_mask(first, lane), pair_mask(second, lane)};
+#pragma unroll
+    for (int u = 0; u < kDim / 16; ++u) {
+      uint32_t x[4];  // channels 16 u + 8 (i % 2) + g of tokens 8 (i / 2) + 2 c, + 1
+      ptx::load_transposed_b16(x, from + Stream::exact_at(token, 2 * u + half));
+      float sums[4] = {};
+      ptx::mma_bf16(sums, {x[0] & masks[0], x[1] & masks[0], x[2] & masks[1], x[3] & masks[1]}, b[tile]);
+      if (!wanted) continue;
+      out.sums[tile][u][0] += sums[0] + sums[1];
+      out.sums[tile][u][1] += sums[2] + sums[3];
+    }
   };
 #pragma unroll
-  for (int u = 0; u < kDim / 16; ++u) {
-    uint32_t a[4];
-    if (!differ) {
-      values(u, seen_by_any[0] != 0, seen_by_any[1] != 0, a);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) add(u, tile, a, true);
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (differ == 0) {
+      add(tile, by_any[0], by_any[1], true);
     } else {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        for (int row = 0; row < 4; ++row) {
-          const unsigned first = __shfl_sync(kAllLanes, seen[0], (lane & ~3) + row);
-          const unsigned second = __shfl_sync(kAllLanes, seen[1], (lane & ~3) + row);
-          values(u, first >> tile & 1, second >> tile & 1, a);
-          add(u, tile, a, row == c);
-        }
-      }
+#pragma unroll 1
+      for (int row = 0; row < 4; ++row)
+        add(tile, seen[0][tile] & 0x11111111u << row, seen[1][tile] & 0x11111111u << row, row == c);
     }
   }
 }

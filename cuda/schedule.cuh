@@ -1,7 +1,7 @@
 // Who does what, decided on the device from the real lengths.
 //
 // Every KV head has the same work, one flattened list of units: rows in order, in each row its blocks of query rows in
-// order, in each block first the row's tiles of 64 quantized tokens, then its chunks of 16 exact tokens.  The list is
+// order, in each block first the row's tiles of 64 quantized tokens, then its chunks of exact tokens.  The list is
 // cut into equal contiguous ranges (all counts stay below 2^31: decode_mma.cu checks), one a worker (a warp) of the
 // head, so that a ragged batch or a single row fills the chip, and an item (row, head, block) wholly inside one range
 // needs no combining.
@@ -16,7 +16,6 @@
 
 namespace jax_foscar::cuda {
 
-inline constexpr int kExactTokens = 16;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // One row's work, the same for each of its items.
@@ -30,7 +29,18 @@ struct RowWork {
   int exact_sinks;
   int units;  // tiles, then chunks of exact tokens; 0 for a row that is empty, without queries, or cannot be read
   bool bad;   // the length or the layer is out of range: the row's results are NaN
+
+  __device__ __forceinline__ int exact_count() const { return exact_sinks + max(length - exact_begin, 0); }
+  // Exact token number i, or -1 past the last.
+  __device__ __forceinline__ int exact_token(int i) const {
+    return i >= exact_count() ? -1 : i < exact_sinks ? i : exact_begin + i - exact_sinks;
+  }
 };
+
+// Exact tokens a chunk: as many as fit where a tile has its codes, 8 or 16.
+__device__ __forceinline__ int exact_chunk_tokens(const DecodeParams& params) {
+  return 4 * min(params.key.bits, params.value.bits);
+}
 
 // Not inlined: it is long, and rare.
 __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int row) {
@@ -54,8 +64,8 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
   } else {
     work.exact_begin = work.length;
   }
-  const int exact = work.exact_sinks + max(work.length - work.exact_begin, 0);
-  work.units = work.tiles + (exact + kExactTokens - 1) / kExactTokens;
+  const int chunk = exact_chunk_tokens(params);
+  work.units = work.tiles + (work.exact_count() + chunk - 1) / chunk;
   return work;
 }
 

@@ -1,12 +1,13 @@
 // A warp's private ring of tiles in shared memory, filled ahead of use from the pages of its range of work.
 //
 // One stage is one tile of 64 tokens of one KV head: key codes, value codes, key params, value params, each contiguous
-// in its page.  A tile's keys are done with long before its values, so that each part is replaced as soon as it is
-// read: a ring of two stages then has three halves under way.  Kernels of one kind know a tile's sizes and copy 16
-// bytes a lane with cp.async: that measured as fast as bulk copies where memory is the bound and 2 to 4 % faster where
-// instructions are (a bulk copy takes its operands from uniform registers).  With sizes from the launch, loops around
-// cp.async cost more, so that on sm_90 and newer bulk copies complete on an mbarrier.  Page ids are checked before they
-// become addresses, and read one tile ahead of their copies.
+// in its page; or a chunk of exact tokens, whose bf16 rows stand where a tile has its codes.  A tile's keys are done
+// with long before its values, so that each part is replaced as soon as it is read: a ring of two stages then has three
+// halves under way.  Kernels of one kind know a tile's sizes and copy 16 bytes a lane with cp.async: that measured as
+// fast as bulk copies where memory is the bound and 2 to 4 % faster where instructions are (a bulk copy takes its
+// operands from uniform registers).  With sizes from the launch, loops around cp.async cost more, so that on sm_90 and
+// newer bulk copies complete on an mbarrier.  Page ids are checked before they become addresses, and read one tile
+// ahead of their copies.
 #pragma once
 
 #include "decode_variants.h"
@@ -23,20 +24,36 @@ inline constexpr bool kHaveBulkCopies = true;
 
 inline constexpr int kNumBarriers = 2 * kMaxStages;  // a stage's keys, its values
 
-// `Sizes::get(plan)` is the TileBytes, a constant if `Sizes::kFixed`; `Sizes::stages(plan)` likewise.
+// The exact tokens of the row whose units are being copied, kept in shared memory since they are rarely asked for.
+struct ExactRow {
+  int count, sinks;
+  int begin;       // token number i >= sinks is begin + i
+  int first_slot;  // of the head in the exact arrays, counted in rows of [exact_rows, L, K, S + W]
+
+  // Where token number i is, counted likewise (decode_mma.cu checks that it is below 2^31), or -1 past the last.
+  __device__ __forceinline__ int place(const Windows& windows, int i) const {
+    return i < count ? first_slot + windows.slot(i < sinks ? i : begin + i) : -1;
+  }
+};
+
+// `Sizes::get(plan)` is the TileBytes, a constant if `Sizes::kFixed`; `Sizes::stages(plan)` likewise.  `Sizes::kDim` is
+// the head dim.
 template <class Sizes>
 class TileStream {
  public:
   static constexpr bool kBulkCopies = kHaveBulkCopies && !Sizes::kFixed;
+  static constexpr int kExactUnits = Sizes::kDim / 8;  // of 16 bytes, an exact token's keys or values
 
-  // The stream of the tiles among the units of `start`; `stages` is the warp's ring, `barriers` its mbarriers.
+  // The stream of the tiles among the units of `start`; `stages` is the warp's ring, `barriers` its mbarriers,
+  // `exact` its ExactRow.
   __device__ TileStream(const DecodeParams& params, const Plan& plan, const Start& start, uint8_t* stages,
-                        const uint64_t* barriers)
+                        const uint64_t* barriers, ExactRow* exact)
       : params_(params),
         plan_(plan),
         kv_head_(start.kv_head),
         stages_(stages),
         barriers_(ptx::shared_address(barriers)),
+        exact_(*exact),
         left_(start.count) {
     const int lane = threadIdx.x % 32;
     if constexpr (Sizes::kFixed) {
@@ -72,6 +89,12 @@ class TileStream {
   __device__ __forceinline__ const uint8_t* keys() { return wait(0); }
   // Waits for the current tile's values, in the same stage.
   __device__ __forceinline__ const uint8_t* values() { return wait(1); }
+
+  // Of a chunk of exact tokens: where channels 8 i .. 8 i + 7 of a token lie, from the start of a tile's codes.
+  // Lanes that read neighbouring tokens' same channels should meet other banks; a bulk copy cannot arrange that.
+  __device__ __forceinline__ static int exact_at(int token, int i) {
+    return 16 * (token * kExactUnits + (kBulkCopies ? i : (i + token) % kExactUnits));
+  }
 
   // Behind the current tile's last read of its keys: starts the copy of the keys `stages` tiles ahead in their place.
   __device__ __forceinline__ void replace_keys() {
@@ -129,27 +152,40 @@ class TileStream {
     block_ = 0;
     const int pool = params_.row_entry(row_, params_.pools);
     head_ = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
+    if (params_.windows.ring > 0) {
+      const int head =
+          (params_.row_entry(row_, params_.exact_rows) * params_.layers + work.layer) * params_.num_kv_heads + kv_head_;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0)
+        exact_ = {work.exact_count(), work.exact_sinks, work.exact_begin - work.exact_sinks,
+                  head * (params_.windows.sink + params_.windows.ring)};
+      __syncwarp();
+    }
     table_ = params_.page_table + int64_t{params_.row_entry(row_, params_.table_rows)} * params_.table_width;
   }
 
-  // From unit_ of the item to the first tile at or after it; reads its page id.
+  // To the next item if this one's units are through; reads the page id of a tile.
   __device__ __forceinline__ void seek() {
-    while (unit_ >= tiles_) {
-      left_ -= units_ - unit_;
+    if (left_ <= 0) return;
+    while (unit_ >= units_) {
       unit_ = 0;
-      if (left_ <= 0) return;
       if (++block_ == plan_.blocks || units_ == 0) {
         ++row_;
         set_row(row_work(params_, row_));
       }
     }
+    if (unit_ >= tiles_) return;
     page_ = (first_tile_ + unit_) / plan_.page_tiles, tile_in_page_ = (first_tile_ + unit_) % plan_.page_tiles;
     id_ = table_[page_];
   }
 
-  // Starts the copy of the next tile's keys into the current stage.
+  // Starts the copy of the next unit's keys into the current stage.
   __device__ __forceinline__ void copy_keys() {
-    if (left_ > 0) {
+    if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
+      const int lane = threadIdx.x % 32, tokens = exact_chunk_tokens(params_);
+      tile_ = lane < tokens ? exact_.place(params_.windows, (unit_ - tiles_) * tokens + lane) : -1;
+      copy_exact(0, params_.key.exact, 0);
+    } else if (left_ > 0) {
       if (static_cast<unsigned>(id_) >= static_cast<unsigned>(params_.pages)) [[unlikely]]
         id_ = 0, bad_ |= 1u << (items_copied_ & 31);
       tile_ = (head_ + id_ * params_.num_kv_heads) * plan_.page_tiles + tile_in_page_;
@@ -159,10 +195,14 @@ class TileStream {
     if constexpr (!kBulkCopies) ptx::cp_async_commit();
   }
 
-  // The same of its values; then moves on to the tile after it.
+  // The same of its values; then moves on to the unit after it.
   __device__ __forceinline__ void copy_values() {
-    if (left_ > 0) {
-      const TileBytes bytes = Sizes::get(plan_);
+    const TileBytes bytes = Sizes::get(plan_);
+    if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
+      copy_exact(1, params_.value.exact, bytes.value_codes_at());
+      --left_, ++unit_;
+      seek();
+    } else if (left_ > 0) {
       copy(1, params_.value, bytes.value_codes_at(), bytes.value_codes, bytes.value_params_at(), bytes.value_params);
       --left_;
       if (++unit_ == tiles_) {
@@ -174,6 +214,26 @@ class TileStream {
       }
     }
     if constexpr (!kBulkCopies) ptx::cp_async_commit();
+  }
+
+  // Rows of exact tokens, of which tile_ says the lane's.
+  __device__ __forceinline__ void copy_exact(int part, const uint16_t* from, int at) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t to = ptx::shared_address(stages_) + at;
+    if constexpr (kBulkCopies) {
+      const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
+      const int count = __popc(__ballot_sync(kAllLanes, tile_ >= 0));
+      if (lane == 0) ptx::mbarrier_expect(barrier, count * 16 * kExactUnits);
+      __syncwarp();
+      if (tile_ >= 0)
+        ptx::bulk_copy(to + exact_at(lane, 0), from + int64_t{tile_} * Sizes::kDim, 16 * kExactUnits, barrier);
+    } else {
+      for (int first = 0; first < exact_chunk_tokens(params_) * kExactUnits; first += 32) {
+        const int token = (first + lane) / kExactUnits, i = (first + lane) % kExactUnits;
+        const int place = __shfl_sync(kAllLanes, tile_, token);
+        ptx::cp_async16(to + exact_at(token, i), from + int64_t{place} * Sizes::kDim + 8 * i, place >= 0);
+      }
+    }
   }
 
   // Part 0 or 1 of a tile, the keys or the values.
@@ -214,6 +274,7 @@ class TileStream {
   const int kv_head_;
   const uint8_t* stages_;  // the current stage
   const uint32_t barriers_;
+  ExactRow& exact_;
   int stage_ = 0;
   uint32_t phase_ = 0;
   uint32_t bad_ = 0;  // of the items with tiles, by their number modulo 32: at most kMaxStages are under way
@@ -221,12 +282,12 @@ class TileStream {
   // With known sizes, the lane's own addresses: the current stage, and the first tile of keys and of values.
   uint32_t to_ = 0;
   const uint8_t *codes_[2], *pairs_[2];
-  // The tile whose copy comes next.
-  int left_;  // units of the range from this tile on
+  // The unit whose copy comes next.
+  int left_;  // units of the range from this one on
   int row_, block_, unit_, tiles_, units_, first_tile_;
   int page_, tile_in_page_, id_;
-  // Heads in the pools before the row's page 0 and the warp's head; tiles in the pools before this one.  Below 2^31:
-  // decode_mma.cu checks.
+  // Heads in the pools before the row's page 0 and the warp's head; tiles in the pools before this one, or the
+  // place of the lane's exact token.  Below 2^31: decode_mma.cu checks.
   int head_, tile_;
   const int32_t* table_;
 };
