@@ -36,7 +36,6 @@ from pathlib import Path
 from sass import (
     CLASSES,
     LANES,
-    MMA_ELEMENTS,
     MMAS,
     NOT_ALU,
     ROOT,
@@ -171,16 +170,16 @@ class MainLoop:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One A operand on a path."""
+    """One A operand of codes on a path."""
 
     block: int
-    name: str  # "K" or "V", of integer operands
+    name: str  # "K" or "V"
     elements: int
     built: frozenset[int]  # ALU operations, by their place in the path
 
 
 def trace_operands(path: list[tuple[int, Instruction]]) -> list[Operand]:
-    """The A operands on a path of (block, instruction): each once, however many MMAs it feeds."""
+    """The A operands of codes on a path of (block, instruction): each once, however many MMAs it feeds."""
     writer: dict[int, int] = {}
     sources: list[list[int]] = []
     operands: dict[tuple[int, ...], Operand] = {}
@@ -195,9 +194,11 @@ def trace_operands(path: list[tuple[int, Instruction]]) -> list[Operand]:
                 if source not in built and path[source][1].kind not in NOT_ALU:
                     built.add(source)
                     stack += sources[source]
-            # Keys meet signed queries, values unsigned weights.
-            name = "K" if instruction.name.endswith("U8.S8") else "V"
-            operands.setdefault(made_by, Operand(block, name, instruction.elements, frozenset(built)))
+            # Keys meet signed queries, or as halves scaled ones, values unsigned weights.
+            name = "K" if instruction.kind == "HMMA" or instruction.name.endswith("U8.S8") else "V"
+            # What is not masked is no code: the offsets of keys per channel.
+            if all(source >= 0 and path[source][1].kind == "LOP3" for source in made_by):
+                operands.setdefault(made_by, Operand(block, name, instruction.elements, frozenset(built)))
         written = instruction.written
         read = instruction.operands[1:] if written else instruction.operands
         numbers = [number for operand in read for number in instruction.registers(operand)]
@@ -214,7 +215,8 @@ def cost(operands: list[Operand]) -> float:
 
 def main_loop(kernel: Kernel, function: Function) -> MainLoop | None:
     graph = Graph(function)
-    head = graph.main_loop()
+    # Exact tokens have a loop of their own without integer MMAs, float32 queries a path with more of the others.
+    head = graph.main_loop({"IMMA"})
     if head is None:
         return None
     body = graph.loops[head]
@@ -222,7 +224,7 @@ def main_loop(kernel: Kernel, function: Function) -> MainLoop | None:
     if not kernel.one_kind:
         return loop
 
-    blocks = graph.common_path(head)
+    blocks = graph.common_path(head, {"IMMA"})
     path = [(block, instruction) for block in blocks for instruction in graph.blocks[block]]
     operands = trace_operands(path)
     # The outermost loop inside the main loop that a block is in.
@@ -230,10 +232,13 @@ def main_loop(kernel: Kernel, function: Function) -> MainLoop | None:
     for h, inside in sorted(graph.loops.items(), key=lambda item: len(item[1])):
         if h != head and inside < body:
             inner |= dict.fromkeys(inside, h)
-    expected = TILE_TOKENS * ((kernel.dim + 31) // 32 * 32) // LANES // MMA_ELEMENTS["IMMA.16832"]
+    expected = TILE_TOKENS * ((kernel.dim + 31) // 32 * 32) // LANES
     trips: dict[int, int] = {}
     for name in "KV":
-        places = Counter(inner.get(operand.block) for operand in operands if operand.name == name)
+        places: Counter[int | None] = Counter()
+        for operand in operands:
+            places[inner.get(operand.block)] += operand.elements if operand.name == name else 0
+        places = +places
         in_loops = places.total() - places[None]
         if in_loops and (expected - places[None]) % in_loops == 0:
             trips |= {h: (expected - places[None]) // in_loops for h in places if h is not None}
@@ -242,7 +247,7 @@ def main_loop(kernel: Kernel, function: Function) -> MainLoop | None:
     counts: Counter[str] = Counter()
     for block, instruction in path:
         counts[instruction.kind] += trips.get(inner.get(block, -1), 1)
-    loop.counts, loop.elements = counts, 2 * expected * MMA_ELEMENTS["IMMA.16832"]
+    loop.counts, loop.elements = counts, 2 * expected
     loop.operand = {name: cost([operand for operand in operands if operand.name == name]) for name in "KV"}
     return loop
 
@@ -292,9 +297,9 @@ def speed_loops(arch: str) -> dict[str, tuple[Counter[str], int, float]]:
     loops = {}
     for name in SPEED_LOOPS:
         graph = Graph(functions[name])
-        head = graph.main_loop()
+        head = graph.main_loop(MMAS)
         assert head is not None
-        path = [(block, instruction) for block in graph.common_path(head) for instruction in graph.blocks[block]]
+        path = [(block, instruction) for block in graph.common_path(head, MMAS) for instruction in graph.blocks[block]]
         operands = trace_operands(path)
         counts = Counter(instruction.kind for _, instruction in path)
         loops[name] = counts, sum(operand.elements for operand in operands), cost(operands)

@@ -57,7 +57,8 @@ struct Integer {
                                                float (&products)[4][2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const KeyWords<kBits, kDim> words(codes, half, lane);
+      KeyWords<kBits, kDim> words;
+      words.load(codes, half, lane);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int upper[4] = {}, low[4] = {};
@@ -87,9 +88,9 @@ struct Integer {
     for (int i = 0; i < 8; ++i) max = fmaxf(max, weights[i / 2][i % 2]);
     max = max_over_tokens(max);
     const float inverse = max > 0.0f ? __fdividef(65535.0f, max) : 0.0f;
-    uint32_t b[4];
+    uint32_t b[4], seen = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = pack_weights(weights[i][0], weights[i][1], inverse, lane);
+    for (int i = 0; i < 4; ++i) b[i] = pack_weights(weights[i][0], weights[i][1], inverse, seen);
     Words words;
 #pragma unroll
     for (int u = 0; u < kRowTiles; ++u) {

@@ -230,14 +230,12 @@ class Graph:
     def count(self, blocks: set[int], kinds: set[str]) -> int:
         return sum(instruction.kind in kinds for block in blocks for instruction in self.blocks[block])
 
-    def main_loop(self) -> int | None:
-        """The head of the innermost loop that copies tiles and multiplies them; exact tokens need no integer MMA."""
-        heads = [
-            head for head, blocks in self.loops.items() if self.count(blocks, {"IMMA"}) and self.count(blocks, COPIES)
-        ]
+    def main_loop(self, mmas: set[str]) -> int | None:
+        """The head of the innermost loop that copies tiles and multiplies them."""
+        heads = [head for head, blocks in self.loops.items() if self.count(blocks, mmas) and self.count(blocks, COPIES)]
         return min(heads, key=lambda head: len(self.loops[head]), default=None)
 
-    def common_path(self, head: int) -> list[int]:
+    def common_path(self, head: int, mmas: set[str]) -> list[int]:
         """From the loop's head to its back edge: most MMAs, then copies, then shortest."""
         position = {block: i for i, block in enumerate(self.order)}
         blocks = sorted(self.loops[head], key=position.__getitem__)
@@ -247,7 +245,7 @@ class Graph:
             if block not in best:
                 continue
             score, path = best[block]
-            gains = [self.count({block}, kinds) for kinds in (MMAS, COPIES)]
+            gains = [self.count({block}, kinds) for kinds in (mmas, COPIES)]
             gains.append(-len(self.blocks[block]))
             score = tuple(a + b for a, b in zip(score, gains, strict=True))
             for successor in self.next[block]:

@@ -46,11 +46,11 @@ constexpr DecodeVariant variant() {
           T::Values::kCount, T::kMaxWarps, T::Sizes::kStages, T::kWarpBytes,   launch_variant<T>};
 }
 
-// Kinds by name: per token with `group` channels (0: the whole head), per channel.
+// Kinds by name: per token with `group` channels (0: the whole head), per channel with `group` tokens (0: 32 or 64).
 template <int kBits, int kGroup = 0>
 using Token = Kind<kBits, false, kGroup>;
-template <int kBits>
-using Channel = Kind<kBits, true>;
+template <int kBits, int kGroup = 0>
+using Channel = Kind<kBits, true, kGroup>;
 
 // The same kinds for keys and values, chosen at run time.
 template <class Kinds, int kDim, int kTiles, int kPairBytes = 4>

@@ -23,9 +23,11 @@ struct Choice {
 };
 
 int find_kind(const QuantKind* kinds, int count, const OperandParams& operand) {
-  const int group = operand.per_channel || operand.group == operand.dim ? 0 : operand.group;
+  const int group = !operand.per_channel && operand.group == operand.dim ? 0 : operand.group;
   for (int i = 0; i < count; ++i) {
-    if (kinds[i].bits == operand.bits && kinds[i].per_channel == operand.per_channel && kinds[i].group == group)
+    const QuantKind& kind = kinds[i];
+    if (kind.bits == operand.bits && kind.per_channel == operand.per_channel &&
+        (kind.group == group || (kind.per_channel && kind.group == 0)))
       return i;
   }
   return -1;

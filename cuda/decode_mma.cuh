@@ -9,6 +9,9 @@
 // Not handled: 16-bit operands, head dims that differ, and what is not in the kernel's lists of kinds.
 #pragma once
 
+#include <algorithm>
+
+#include "channel_keys.cuh"
 #include "exact.cuh"
 #include "results.cuh"
 #include "tile_stream.cuh"
@@ -28,13 +31,12 @@ template <class... Kinds>
 struct KindList {
   static constexpr int kCount = sizeof...(Kinds);
   static constexpr bool kAnyPerChannel = (Kinds::kPerChannel || ...);
-  static constexpr QuantKind kTable[] = {QuantKind{Kinds::kBits, Kinds::kPerChannel, Kinds::kGroup}...};
+  static constexpr QuantKind kTable[kCount] = {QuantKind{Kinds::kBits, Kinds::kPerChannel, Kinds::kGroup}...};
 
   // The most channel groups that a kind divides `dim` into.
   static constexpr int max_groups(int dim) {
     int most = 1;
-    ((most = Kinds::kGroup * most < dim && Kinds::kGroup > 0 ? dim / (Kinds::kGroup > 0 ? Kinds::kGroup : dim) : most),
-     ...);
+    for (const QuantKind& kind : kTable) most = std::max(most, kind.channel_groups(dim));
     return most;
   }
 
@@ -49,13 +51,17 @@ struct KindList {
   }
 };
 
-// Of a kernel with one kind per token of keys and of values; zeros for any other, whose sizes come with the launch.
+// Of a kernel with one kind of keys and of values, of known groups; zeros for any other, whose sizes come with the
+// launch.
 template <class Keys, class Values>
 constexpr TileBytes fixed_tile_bytes(int dim, int pair_bytes) {
   const QuantKind key = Keys::kTable[0], value = Values::kTable[0];
-  if (Keys::kCount > 1 || Values::kCount > 1 || key.per_channel || value.per_channel) return {};
-  const auto pairs = [&](QuantKind kind) {
-    return kTileTokens * (kind.group == 0 ? 1 : dim / kind.group) * pair_bytes;
+  for (const QuantKind& kind : {key, value})
+    if (kind.per_channel && kind.group == 0) return {};
+  if (Keys::kCount > 1 || Values::kCount > 1) return {};
+  const auto pairs = [&](const QuantKind& kind) {
+    const int count = kind.per_channel ? kTileTokens / kind.group * dim : kTileTokens * kind.channel_groups(dim);
+    return count * pair_bytes;
   };
   return {kTileTokens * token_bytes(key.bits, dim), kTileTokens * token_bytes(value.bits, dim), pairs(key),
           pairs(value)};
@@ -181,7 +187,7 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
     using Key = decltype(kind);
     const uint8_t* pairs = stage + T::Sizes::get(plan).key_params_at();
     if constexpr (Key::kPerChannel) {
-      score_per_channel<Key::kBits, kPairBytes>(params, stage, pairs, lane, queries, scores);
+      score_per_channel<Key::kBits, Key::kGroup, kPairBytes>(params, stage, pairs, lane, queries, scores);
     } else {
       constexpr int kGroup = Key::kGroup == 0 ? padded_dim(kDim) : Key::kGroup;
       score_per_token<Key::kBits, kGroup, kPairBytes>(stage, pairs, queries, lane, scores);
@@ -210,9 +216,9 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
     const uint8_t* codes = stage + T::Sizes::get(plan).value_codes_at();
     const uint8_t* pairs = stage + T::Sizes::get(plan).value_params_at();
     if constexpr (Value::kPerChannel) {
-      add_values_per_channel<Value::kBits, kPairBytes>(codes, pairs, params.value.group,
-                                                       params.windows.sink - first_token, work.quantized - first_token,
-                                                       scores, lane, out);
+      add_values_per_channel<Value::kBits, kPairBytes>(
+          codes, pairs, Value::kGroup == 0 ? params.value.group : Value::kGroup, params.windows.sink - first_token,
+          work.quantized - first_token, scores, lane, out);
     } else {
       constexpr int kGroup = Value::kGroup == 0 ? padded_dim(kDim) : Value::kGroup;
       add_values_per_token<Value::kBits, kGroup, kPairBytes>(codes, pairs, masked, scores, lane, out);
@@ -339,8 +345,12 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     }
     T::Keys::call(plan.key_kind, [&](auto kind) {
       using Key = decltype(kind);
-      constexpr int kGroup = Key::kGroup == 0 ? padded_dim(T::kDim) : Key::kGroup;
-      load_queries<Key::kBits, Key::kPerChannel, kGroup>(params, rows, lane, queries);
+      if constexpr (Key::kPerChannel) {
+        load_channel_queries<Key::kBits>(params, rows, lane, queries);
+      } else {
+        constexpr int kGroup = Key::kGroup == 0 ? padded_dim(T::kDim) : Key::kGroup;
+        load_queries<Key::kBits, kGroup>(params, rows, lane, queries);
+      }
     });
     return rows;
   };

@@ -5,15 +5,24 @@ namespace jax_foscar::cuda {
 namespace {
 
 constexpr DecodeVariant kVariants[] = {
-    one_kind<Token<4>, Token<4>, 128, 1>(),         one_kind<Token<2>, Token<2>, 128, 1>(),
-    one_kind<Token<4>, Token<2>, 128, 1>(),         one_kind<Token<2>, Token<4>, 128, 1>(),
-    one_kind<Token<4, 64>, Token<4, 64>, 128, 1>(), one_kind<Token<2, 64>, Token<2, 64>, 128, 1>(),
-    one_kind<Token<4, 64>, Token<2, 64>, 128, 1>(), one_kind<Token<2, 64>, Token<4, 64>, 128, 1>(),
-    one_kind<Channel<4>, Token<4, 64>, 128, 1>(),   one_kind<Channel<2>, Token<2, 64>, 128, 1>(),
-    one_kind<Token<4, 64>, Channel<4>, 128, 1>(),   one_kind<Token<2, 64>, Channel<2>, 128, 1>(),
-    one_kind<Channel<4>, Channel<4>, 128, 1>(),     one_kind<Channel<2>, Channel<2>, 128, 1>(),
-    one_kind<Token<4>, Token<4>, 128, 2>(),         one_kind<Token<2>, Token<2>, 128, 2>(),
-    one_kind<Token<4>, Token<4>, 128, 4>(),         one_kind<Token<2>, Token<2>, 128, 4>(),
+    one_kind<Token<4>, Token<4>, 128, 1>(),
+    one_kind<Token<2>, Token<2>, 128, 1>(),
+    one_kind<Token<4>, Token<2>, 128, 1>(),
+    one_kind<Token<2>, Token<4>, 128, 1>(),
+    one_kind<Token<4, 64>, Token<4, 64>, 128, 1>(),
+    one_kind<Token<2, 64>, Token<2, 64>, 128, 1>(),
+    one_kind<Token<4, 64>, Token<2, 64>, 128, 1>(),
+    one_kind<Token<2, 64>, Token<4, 64>, 128, 1>(),
+    one_kind<Channel<4, 64>, Token<4, 64>, 128, 1>(),
+    one_kind<Channel<2, 64>, Token<2, 64>, 128, 1>(),
+    one_kind<Token<4, 64>, Channel<4, 64>, 128, 1>(),
+    one_kind<Token<2, 64>, Channel<2, 64>, 128, 1>(),
+    one_kind<Channel<4, 64>, Channel<4, 64>, 128, 1>(),
+    one_kind<Channel<2, 64>, Channel<2, 64>, 128, 1>(),
+    one_kind<Token<4>, Token<4>, 128, 2>(),
+    one_kind<Token<2>, Token<2>, 128, 2>(),
+    one_kind<Token<4>, Token<4>, 128, 4>(),
+    one_kind<Token<2>, Token<2>, 128, 4>(),
 };
 
 }  // namespace

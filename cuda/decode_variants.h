@@ -32,11 +32,14 @@ struct Plan {
   float* pieces;   // [workers, 2, piece_floats]
 };
 
-// One way to quantize keys or values.  `group` counts channels, 0 for the whole head; per channel, any token group.
+// One way to quantize keys or values.  `group` counts channels, 0 for the whole head; per channel, tokens, 0 for 32 or
+// 64 as the launch says.
 struct QuantKind {
   int bits;
   bool per_channel;
   int group;
+
+  constexpr int channel_groups(int dim) const { return per_channel || group == 0 ? 1 : dim / group; }
 };
 
 // One kernel.

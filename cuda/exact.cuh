@@ -16,13 +16,6 @@ __device__ __forceinline__ uint32_t bf16_part(float2 x, bool low) {
   return *reinterpret_cast<const uint32_t*>(&high);
 }
 
-// Two neighbouring channels of a query, of any dtype.
-__device__ __forceinline__ float2 load_query_pair(const DecodeParams& params, int64_t i) {
-  if (params.q_dtype == DType::kBF16) return load_query_pair<DType::kBF16>(params.q, i);
-  if (params.q_dtype == DType::kF16) return load_query_pair<DType::kF16>(params.q, i);
-  return load_query_pair<DType::kF32>(params.q, i);
-}
-
 // The lane's two tokens of a chunk: number g and 8 + g, or -1.
 struct ExactChunk {
   int tokens;  // of a whole chunk, 8 or 16

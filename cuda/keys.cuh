@@ -1,4 +1,4 @@
-// Keys: the A operand straight from packed codes, and a tile's scores.
+// Keys: the A operand straight from packed codes, and, for keys per token, a tile's scores.
 //
 // mma.sync m16n8k32 multiplies 16 tokens x 32 channels of u8 codes with the queries' digits (queries.cuh).  A mask
 // leaves a field of the packed word where it is; one shift a word keeps the power of two on a code at 4 or less, which
@@ -25,7 +25,7 @@ class KeyWords {
   static constexpr int kBlocks = num_blocks(kBits, kDim);
   static constexpr bool kTail = kBits == 2 && padded_dim(kDim) % 64 != 0;
 
-  __device__ __forceinline__ KeyWords(const uint8_t* tile, int half, int lane) {
+  __device__ __forceinline__ void load(const uint8_t* tile, int half, int lane) {
     const uint4* loads = reinterpret_cast<const uint4*>(tile) + half * kBlocks * 32 + lane;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
@@ -37,7 +37,7 @@ class KeyWords {
     }
   }
 
-  // The A operand of tokens 16 i .. 16 i + 15 and channels 32 step .. 32 step + 31.
+  // The A operand of tokens 16 i .. 16 i + 15 and channels 32 step .. 32 step + 31, in bytes.
   __device__ __forceinline__ void operand(int i, int step, uint32_t (&a)[4]) const {
     uint32_t low, high, mask = 0x0f0f0f0fu;
     if constexpr (kBits == 4) {
@@ -50,6 +50,21 @@ class KeyWords {
       mask = step % 2 == 0 ? 0x03030303u : 0x0c0c0c0cu;
     }
     a[0] = low & mask, a[1] = high & mask, a[2] = low >> 4 & mask, a[3] = high >> 4 & mask;
+  }
+
+  // The same of 16 channels, a field of a block or two of the tail, in halves (channel_keys.cuh).
+  __device__ __forceinline__ void half_operand(int i, int step, uint32_t (&a)[4]) const {
+    constexpr int kFields = 8 / kBits;
+    const int block = step / kFields, f = step % kFields;
+    uint32_t low, high, mask;
+    if (kTail && block == kBlocks) {
+      const uint32_t word = i == 0 ? tail_.x : tail_.y;
+      low = __byte_perm(word, word, 0x1010), high = __byte_perm(word, word, 0x3232), mask = 0x000c0003u << (4 * f);
+    } else {
+      low = words_[2 * i * kBlocks + block], high = words_[(2 * i + 1) * kBlocks + block];
+      mask = (kBits == 2 ? 0x00030003u : 0x000f000fu) << (kBits * f);
+    }
+    a[0] = low & mask, a[1] = high & mask, a[2] = low >> 8 & mask, a[3] = high >> 8 & mask;
   }
 
  private:
@@ -68,10 +83,10 @@ struct Products {
     uint32_t a[4];
     words.operand(i, step, a);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) ptx::mma_u8_s8(upper[tile], a, queries.upper[tile][step][lane]);
+    for (int tile = 0; tile < kTiles; ++tile) ptx::mma_u8_s8(upper[tile], a, queries.integers.upper[tile][step][lane]);
 #pragma unroll
     for (int pair = 0; pair < (kTiles + 1) / 2; ++pair)
-      ptx::mma_u8_s8(low[pair], a, queries.low[pair][step][Queries::low_lane(lane)]);
+      ptx::mma_u8_s8(low[pair], a, queries.integers.low[pair][step][Queries::low_lane(lane)]);
   }
 
   // Of token 8 r + g.
@@ -82,15 +97,16 @@ struct Products {
 };
 
 // scores[tile][i][r] of token 16 i + 8 r + g and the lane's query row, keys per token; logit (base 2) = step * score.
-template <int kBits, int kGroup, int kPairBytes, int kDim, int kTiles, bool kKeepChannels>
+template <int kBits, int kGroup, int kPairBytes, int kDim, int kTiles, bool kAnyPerChannel>
 __device__ __forceinline__ void score_per_token(const uint8_t* codes, const uint8_t* pairs,
-                                                const Queries<kDim, kTiles, kKeepChannels>& queries, int lane,
+                                                const Queries<kDim, kTiles, kAnyPerChannel>& queries, int lane,
                                                 float (&scores)[kTiles][4][2]) {
   constexpr int kSteps = padded_dim(kDim) / 32, kGroups = padded_dim(kDim) / kGroup;
   constexpr int kGroupSteps = kSteps / kGroups;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const KeyWords<kBits, kDim> words(codes, half, lane);
+    KeyWords<kBits, kDim> words;
+    words.load(codes, half, lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -108,92 +124,6 @@ __device__ __forceinline__ void score_per_token(const uint8_t* codes, const uint
             const float offset = affine.y * queries.rows[4 * tile + lane % 4].sums[group];
             score = fmaf(affine.x, products.get(tile, r), group == 0 ? offset : offset + score);
           }
-        }
-      }
-    }
-  }
-}
-
-// The (scale, offset) pairs of two neighbouring channels: x, y of the first, z, w of the second.
-template <int kPairBytes>
-__device__ __forceinline__ float4 load_two_pairs(const uint8_t* pairs, int channel) {
-  if constexpr (kPairBytes == 8) return *reinterpret_cast<const float4*>(pairs + 8 * channel);
-  const uint2 halves = *reinterpret_cast<const uint2*>(pairs + 4 * channel);
-  const float2 first = __half22float2(*reinterpret_cast<const __half2*>(&halves.x));
-  const float2 second = __half22float2(*reinterpret_cast<const __half2*>(&halves.y));
-  return {first.x, first.y, second.x, second.y};
-}
-
-// Keys per channel: the queries times one token group's scales, as integers; the offsets' part of the logits and the
-// step go through `queries.rows`.
-template <int kBits, int kPairBytes, int kDim, int kTiles, bool kKeepChannels>
-__device__ __forceinline__ void scale_queries(float scale, const uint8_t* pairs, int lane,
-                                              Queries<kDim, kTiles, kKeepChannels>& queries) {
-  using Channels = KeyChannels<kBits, kDim>;
-  constexpr int kSteps = Channels::kSteps;
-  const int g = lane / 4, c = lane % 4, half = g % 2;
-  __syncwarp();
-#pragma unroll 1
-  for (int tile = 0; tile < kTiles; ++tile) {
-    LaneChannels<kBits, kDim> channels;
-    float offset = 0.0f;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const float4 q = queries.channels[tile][s][lane];
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int channel = Channels::first(s, half, pair, c);
-        float4 affine = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (kDim % 32 == 0 || channel < kDim) affine = load_two_pairs<kPairBytes>(pairs, channel);
-        const float2 x = pair == 0 ? make_float2(q.x, q.y) : make_float2(q.z, q.w);
-        offset = fmaf(x.x, affine.y, fmaf(x.y, affine.w, offset));
-        channels.x[s][pair] = {x.x * affine.x, x.y * affine.z};
-      }
-    }
-    const float max = channels.max();
-    const QueryStep step = query_step(max, scale);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const Digits digits(channels.x[s][0], step.inverse / Channels::power(s, 0), channels.x[s][1],
-                          step.inverse / Channels::power(s, 1));
-      queries.store(tile, s, lane, digits);
-    }
-    offset = sum_over_row(offset);
-    if (g % 2 == 0 && c == 0) {
-      auto& row = queries.rows[4 * tile + g / 2];
-      row.step = step.step;
-      row.sums[0] = max < INFINITY ? offset * scale * 1.4426950408889634f : NAN;
-    }
-  }
-  __syncwarp();
-}
-
-// scores[tile][i][r] = the logits (base 2), keys per channel in groups of 32 or 64 tokens.
-template <int kBits, int kPairBytes, int kDim, int kTiles, bool kKeepChannels>
-__device__ __forceinline__ void score_per_channel(const DecodeParams& params, const uint8_t* codes,
-                                                  const uint8_t* pairs, int lane,
-                                                  Queries<kDim, kTiles, kKeepChannels>& queries,
-                                                  float (&scores)[kTiles][4][2]) {
-  constexpr int kSteps = padded_dim(kDim) / 32;
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    if (half == 0 || params.key.group == 32)
-      scale_queries<kBits, kPairBytes>(params.scale, pairs + half * kDim * kPairBytes, lane, queries);
-    const KeyWords<kBits, kDim> words(codes, half, lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Products<kTiles> products;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) products.add(words, i, s, queries, lane);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const auto& row = queries.rows[4 * tile + lane % 4];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float logit = fmaf(row.step, products.get(tile, r), row.sums[0]);
-          // No variable may index registers.
-          if (half == 0) scores[tile][i][r] = logit;
-          if (half == 1) scores[tile][2 + i][r] = logit;
         }
       }
     }

@@ -1,4 +1,5 @@
-// Queries as the integer B operand of mma.sync m16n8k32: 20-bit integers in three s8 digits.
+// Queries in shared memory; for keys per token, as the integer B operand of mma.sync m16n8k32: 20-bit integers in three
+// s8 digits.
 //
 // The columns of a tile's first operand are 4 query rows x {high, middle} digit, so that lane 4 g + c of the product
 // has row c; the low digits of two tiles share a second one (even columns the even tile's, odd columns the odd tile's).
@@ -6,6 +7,8 @@
 #pragma once
 
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "params.h"
 #include "ptx.cuh"
@@ -38,6 +41,20 @@ __device__ __forceinline__ float2 load_query_pair(const void* q, int64_t i) {
   const uint32_t bits = *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(q) + i);
   if (kDType == DType::kF16) return __half22float2(*reinterpret_cast<const __half2*>(&bits));
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
+// Two neighbouring channels of a query, of any dtype.
+__device__ __forceinline__ float2 load_query_pair(const DecodeParams& params, int64_t i) {
+  if (params.q_dtype == DType::kBF16) return load_query_pair<DType::kBF16>(params.q, i);
+  if (params.q_dtype == DType::kF16) return load_query_pair<DType::kF16>(params.q, i);
+  return load_query_pair<DType::kF32>(params.q, i);
+}
+
+// Over a query row's eight lanes, NaN if any is.
+__device__ __forceinline__ float max_over_row(float x) {
+  x = ptx::max_nan(x, __shfl_xor_sync(kAllLanes, x, 1));
+  x = ptx::max_nan(x, __shfl_xor_sync(kAllLanes, x, 2));
+  return ptx::max_nan(x, __shfl_xor_sync(kAllLanes, x, 4));
 }
 
 // What lane 4 g + c prepares: of query row g / 2, the channels that register `half` = g % 2 of lanes 4 g' + c holds.
@@ -80,9 +97,7 @@ struct LaneChannels {
       const float2 pair = x[i / 2][i % 2];
       max = ptx::max_nan(max, ptx::max_nan(fabsf(pair.x), fabsf(pair.y)));
     }
-    max = ptx::max_nan(max, __shfl_xor_sync(kAllLanes, max, 1));
-    max = ptx::max_nan(max, __shfl_xor_sync(kAllLanes, max, 2));
-    return ptx::max_nan(max, __shfl_xor_sync(kAllLanes, max, 4));
+    return max_over_row(max);
   }
 };
 
@@ -118,16 +133,15 @@ struct Digits {
   }
 };
 
-// Up to 4 kTiles query rows of one KV head, in the warp's shared memory.  Lane 4 g + c reads the two registers of
-// column g.
-template <int kDim, int kTiles, bool kKeepChannels>
+// Up to 4 kTiles query rows of one KV head, in the warp's shared memory.
+template <int kDim, int kTiles, bool kAnyPerChannel>
 struct Queries {
   static constexpr int kSteps = padded_dim(kDim) / 32;
   static constexpr int kMaxGroups = kSteps;
   static constexpr int kPairs = (kTiles + 1) / 2;
 
   struct Row {
-    float step;  // logit (base 2) = step * score
+    float step;  // logit (base 2) = step * score; keys per channel: step * Q . K
     bool finite;
     float sums[kMaxGroups];  // of the group's integers, for the offsets
     Visible visible;         // nothing, for padding
@@ -135,19 +149,29 @@ struct Queries {
 
   static constexpr int kLowLanes = kTiles == 1 ? 16 : 32;  // of one tile, what stands in the odd columns is not used
 
-  uint2 upper[kTiles][kSteps][32];  // high and middle digits
-  uint2 low[kPairs][kSteps][kLowLanes];
-  // Keys per channel: the channels that each lane prepares, unscaled.
-  float4 channels[kKeepChannels ? kTiles : 1][kKeepChannels ? kSteps : 1][kKeepChannels ? 32 : 1];
+  // Of keys per token.  Lane 4 g + c reads the two registers of column g.
+  struct Integers {
+    uint2 upper[kTiles][kSteps][32];  // high and middle digits
+    uint2 low[kPairs][kSteps][kLowLanes];
+  };
+  // Of keys per channel (channel_keys.cuh): row r of a tile, for lanes 4 g + c, at [4 r + c].
+  struct Halves {
+    uint2 high[kTiles][2 * kSteps][16];
+    uint2 low[kTiles][2 * kSteps][16];
+  };
+  union {
+    Integers integers;
+    std::conditional_t<kAnyPerChannel, Halves, Integers> halves;
+  };
   Row rows[4 * kTiles];
 
   // Puts the digits of row g / 2's channels where their columns' lanes read them.
   __device__ __forceinline__ void store(int tile, int step, int lane, const Digits& digits) {
     const int half = lane / 4 % 2, even = lane & ~4;  // the lane of the row's even column
     const auto put = [half](uint2& registers, uint32_t word) { (half == 0 ? registers.x : registers.y) = word; };
-    put(upper[tile][step][even], digits.digit<2>());
-    put(upper[tile][step][even + 4], digits.digit<1>());
-    put(low[tile / 2][step][low_lane(even + 4 * (tile % 2))], digits.digit<0>());
+    put(integers.upper[tile][step][even], digits.digit<2>());
+    put(integers.upper[tile][step][even + 4], digits.digit<1>());
+    put(integers.low[tile / 2][step][low_lane(even + 4 * (tile % 2))], digits.digit<0>());
   }
 
   __device__ __forceinline__ static int low_lane(int lane) { return kTiles == 1 ? lane / 8 * 4 + lane % 4 : lane; }
@@ -165,10 +189,10 @@ __device__ __forceinline__ QueryStep query_step(float max, float scale) {
   return {usable ? copysignf(kQueryMax, scale) / max : 0.0f, usable ? step : 1.0f};
 }
 
-// The queries of an item.  Keys per token: as integers, which hold for the whole item.  Keys per channel: as they are.
-template <int kBits, bool kPerChannel, int kGroup, int kDim, int kTiles, bool kKeepChannels>
+// The queries of an item, for keys per token: integers, which hold for the whole item.
+template <int kBits, int kGroup, int kDim, int kTiles, bool kAnyPerChannel>
 __device__ __noinline__ void load_queries(const DecodeParams& params, const ItemRows rows, int lane,
-                                          Queries<kDim, kTiles, kKeepChannels>& queries) {
+                                          Queries<kDim, kTiles, kAnyPerChannel>& queries) {
   using Channels = KeyChannels<kBits, kDim>;
   constexpr int kSteps = Channels::kSteps, kGroups = padded_dim(kDim) / kGroup;
   const int g = lane / 4, c = lane % 4;
@@ -180,29 +204,21 @@ __device__ __noinline__ void load_queries(const DecodeParams& params, const Item
     const float max = channels.max();
     auto& row = queries.rows[4 * tile + g / 2];
     const bool writes = g % 2 == 0 && c == 0;
-    if (writes) row.finite = max < INFINITY;
-    if constexpr (kPerChannel) {
+    const QueryStep step = query_step(max, params.scale);
+    int sums[kGroups] = {};
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-        queries.channels[tile][s][lane] = {channels.x[s][0].x, channels.x[s][0].y, channels.x[s][1].x,
-                                           channels.x[s][1].y};
-    } else {
-      const QueryStep step = query_step(max, params.scale);
-      int sums[kGroups] = {};
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const Digits digits(channels.x[s][0], step.inverse / Channels::power(s, 0), channels.x[s][1],
-                            step.inverse / Channels::power(s, 1));
-        sums[s * 32 / kGroup] += digits.sum(0) * Channels::power(s, 0) + digits.sum(1) * Channels::power(s, 1);
-        queries.store(tile, s, lane, digits);
-      }
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const int total = sum_over_row(sums[group]);
-        if (writes) row.sums[group] = static_cast<float>(total);
-      }
-      if (writes) row.step = step.step;
+    for (int s = 0; s < kSteps; ++s) {
+      const Digits digits(channels.x[s][0], step.inverse / Channels::power(s, 0), channels.x[s][1],
+                          step.inverse / Channels::power(s, 1));
+      sums[s * 32 / kGroup] += digits.sum(0) * Channels::power(s, 0) + digits.sum(1) * Channels::power(s, 1);
+      queries.store(tile, s, lane, digits);
     }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int total = sum_over_row(sums[group]);
+      if (writes) row.sums[group] = static_cast<float>(total);
+    }
+    if (writes) row.finite = max < INFINITY, row.step = step.step;
   }
   __syncwarp();
 }

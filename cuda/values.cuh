@@ -10,9 +10,8 @@
 // are NaN.
 #pragma once
 
-#include <utility>
-
 #include "keys.cuh"
+#include "unroll.cuh"
 
 namespace jax_foscar::cuda {
 
@@ -112,17 +111,6 @@ struct ValueProducts {
     return static_cast<float>(sums[tile][2 * r] * 256 + sums[tile][2 * r + 1]);
   }
 };
-
-// Calls f with 0 .. kCount - 1 as constants: an index into registers must be one, and the compiler does not unroll
-// every loop in time.
-template <int... kIndices, typename Call>
-__device__ __forceinline__ void for_each(std::integer_sequence<int, kIndices...>, const Call& call) {
-  (call(std::integral_constant<int, kIndices>{}), ...);
-}
-template <int kCount, typename Call>
-__device__ __forceinline__ void for_each(const Call& call) {
-  for_each(std::make_integer_sequence<int, kCount>{}, call);
-}
 
 template <int kDim, int kTiles, int kGroups>
 struct Outputs {
