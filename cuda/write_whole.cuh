@@ -107,8 +107,7 @@ __device__ float2 keep_group(const Tile& tile, int index, float low, float high,
   return scaled<kBits>(pair.affine);
 }
 
-// --- Per token
-// ---------------------------------------------------------------------------------------------------------
+// --- Per token -------------------------------------------------------------------------------------------------------
 
 // Four lanes take a token: lane 4 * (token % 8) + c its channels 4 c .. 4 c + 3 of 16.  Keys are stored from there;
 // values wait in shared memory.
@@ -242,8 +241,7 @@ __device__ void values_by_token(const Tile& tile) {
   }
 }
 
-// --- Per channel: warps take blocks in turn, a turn is one field
-// --------------------------------------------------------
+// --- Per channel: warps take blocks in turn, a turn is one field -----------------------------------------------------
 
 // Minima and negated maxima of two pairs of channels over kCount of a lane's tokens.
 template <int kCount>
@@ -386,8 +384,7 @@ __device__ void values_by_channel(const Tile& tile) {
   }
 }
 
-// --- Which of them
-// -----------------------------------------------------------------------------------------------------
+// --- Which of them ---------------------------------------------------------------------------------------------------
 
 // Whether `quantize` takes an operand.
 template <Kinds kKinds>
