@@ -20,7 +20,7 @@ using whole::Kinds;
 
 // Whole tiles are the work of two warps.
 constexpr int threads_of(Kinds kinds) { return kinds == Kinds::kNone ? 128 : whole::kThreads; }
-constexpr int ctas_of(Kinds kinds) { return kinds == Kinds::kNone ? 6 : 10; }
+constexpr int ctas_of(Kinds kinds) { return kinds == Kinds::kNone ? 6 : 11; }
 
 template <class Stage, Kinds kKinds>
 __global__ void __launch_bounds__(threads_of(kKinds), ctas_of(kKinds))
@@ -44,7 +44,11 @@ const char* launch(const WriteParams& p, int tile_tokens, CUstream_st* stream) {
   constexpr int kMost = 65535;  // of a grid's y and z
   if (tiles > kMost || p.batch > kMost) return "jax_foscar write: too many rows or tokens for one launch";
   const dim3 grid(2 * p.num_kv_heads, static_cast<unsigned>(tiles), p.batch);
-  const int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
+  int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
+  if (kKinds == Kinds::kAny && p.key.bits != 16 && p.key.per_channel) {
+    const int words = kTileTokens * token_bytes(p.key.bits, p.key.dim);
+    shared = std::max(shared, shared_bytes<Stage>(p.key, tile_tokens) + words);
+  }
   write_tokens<Stage, kKinds><<<grid, threads_of(kKinds), shared, stream>>>(p, tile_tokens);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -332,6 +332,7 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
   if (!is_whole || tile.first < tile.write.start || !whole::takes<kKinds>(p, x, is_value)) return false;
   const int in_page = tile.first % p.page_size;
   const int64_t pairs = tile.page_head * x.page_pairs(p.page_size) + x.pair_index(in_page, 0);
+  // The tokens are under way before the page is looked at.
   const whole::Tile work = {
       static_cast<const uint16_t*>(x.tokens) + p.new_at(tile.row, tile.write, tile.head, tile.first, x.dim),
       p.num_kv_heads * x.dim,
@@ -341,7 +342,11 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
       reinterpret_cast<float2*>(tile.groups),
       reinterpret_cast<uint16_t*>(tile.stage),
       stage_stride<Stage>(x.dim),
-      tile.page_head >= 0};
+      reinterpret_cast<uint32_t*>(tile.groups + pairs_of(x, kTileTokens))};
+  whole::start_loading(work);
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  if (tile.page_head < 0) return true;
   if (x.bits == 2) {
     is_value ? whole::quantize<kKinds, 2, true>(work, x) : whole::quantize<kKinds, 2, false>(work, x);
   } else {

@@ -1,12 +1,13 @@
 // Quantizing a whole tile of 64 new bfloat16 tokens of one KV head in registers: to the bit what write_tile.cuh does.
 //
-// A CTA of two warps takes a tile, in loops whose turns are 32 codes a lane: small enough for the instruction cache and
-// for many CTAs an SM.  A lane loads 4 channels (8 bytes) at a time, those of the next turn before it works on this
-// one's.  Ranges are taken in bfloat16, two channels at once, which is exact.
+// A CTA of two warps takes a tile.  Its tokens wait in shared memory, where whole lines of the device memory become the
+// 4 channels (8 bytes) that a lane takes at a time.  Turns of loops are 32 codes a lane.  Ranges are taken in bfloat16,
+// two channels at once, which is exact.
 #pragma once
 
 #include <cstdint>
 
+#include "ptx.cuh"
 #include "quantize.h"
 #include "write_params.h"
 
@@ -22,10 +23,15 @@ struct Tile {
   int stride, dim;         // of tokens; channels
   uint8_t* codes;          // of the tile
   uint32_t* pairs;         // f16 scale and offset of the tile's first group
-  float2* groups;          // shared memory: Scaled of each group of the tile, in the order of pairs
-  uint16_t* stage;         // shared memory: tokens, stage_stride apart, or the tile's codes
+  float2* groups;          // shared memory: `scaled` of each group of the tile, in the order of pairs
+  uint16_t* stage;         // shared memory: the tokens, stage_stride apart
   int stage_stride;
-  bool is_there;  // the page; looked at only when the tokens are under way
+  uint32_t* words;  // shared memory: as large as the tile's codes, for keys per channel
+
+  // Channels `channel` .. channel + 3 of a token that waits.
+  __device__ uint2 load4(int token, int channel) const {
+    return *reinterpret_cast<const uint2*>(stage + token * stage_stride + channel);
+  }
 };
 
 __device__ inline int lane_id() { return threadIdx.x % 32; }
@@ -96,7 +102,18 @@ __device__ void add_code(uint32_t* bytes, int shift, float x, float2 group) {
   *bytes += bits_of_float(__fmaf_rn(part, kTop<kBits>, 0x1.8p23f)) << shift;
 }
 
-__device__ inline uint2 load4(const uint16_t* from) { return __ldg(reinterpret_cast<const uint2*>(from)); }
+// The tile's tokens into shared memory, 16 bytes a copy.
+__device__ inline void start_loading(const Tile& tile) {
+  const int chunks = tile.dim / 8, rows = kThreads / chunks, rest = kThreads % chunks;
+  int token = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+  while (token < kTileTokens) {
+    ptx::cp_async16(ptx::shared_address(tile.stage + token * tile.stage_stride + chunk * 8),
+                    tile.tokens + token * tile.stride + chunk * 8);
+    token += rows, chunk += rest;
+    if (chunk >= chunks) chunk -= chunks, ++token;
+  }
+  ptx::cp_async_commit();
+}
 
 template <int kBits>
 __device__ float2 keep_group(const Tile& tile, int index, float low, float high, bool is_owner) {
@@ -109,29 +126,19 @@ __device__ float2 keep_group(const Tile& tile, int index, float low, float high,
 
 // --- Per token -------------------------------------------------------------------------------------------------------
 
-// Four lanes take a token: lane 4 * (token % 8) + c its channels 4 c .. 4 c + 3 of 16.  Keys are stored from there;
-// values wait in shared memory.
+// Four lanes take a token: lane 4 * (token % 8) + c its channels 4 c .. 4 c + 3 of 16.  Stores parameters, and codes of
+// keys.
 template <int kBits, int kDim, int kGroup, bool kValue>
 __device__ void by_token(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kBlocks = num_blocks(kBits, kDim), kGroups = kDim / kGroup;
   constexpr int kLoads = kDim / 16, kGroupLoads = kLoads / kGroups;
   const int lane = lane_id(), c = lane % 4;
-  const uint16_t* from = tile.tokens + (warp_id() * 32 + lane / 4) * tile.stride + 4 * c;
-  uint2 next[kLoads];
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) next[i] = load4(from + 16 * i);
-  if (!tile.is_there) return;
 #pragma unroll 1
   for (int j = 0; j < 4; ++j) {
     const int token = warp_id() * 32 + 8 * j + lane / 4;
     uint2 x[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) x[i] = next[i];
-    if (j < 3) {
-      from += 8 * tile.stride;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) next[i] = load4(from + 16 * i);
-    }
+    for (int i = 0; i < kLoads; ++i) x[i] = tile.load4(token, 16 * i + 4 * c);
     uint32_t ranges[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -148,11 +155,7 @@ __device__ void by_token(const Tile& tile) {
       groups[g] = keep_group<kBits>(tile, token * kGroups + g, low_half(ranges[g]), -high_half(ranges[g]), c == 0);
       if (kValue && c == 0) tile.groups[token * kGroups + g] = groups[g];
     }
-    if constexpr (kValue) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i)
-        *reinterpret_cast<uint2*>(tile.stage + token * tile.stage_stride + 16 * i + 4 * c) = x[i];
-    } else {
+    if constexpr (!kValue) {
       uint32_t words[kBlocks];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -212,7 +215,6 @@ template <int kBits, int kDim, int kGroup>
 __device__ void values_by_token(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kBlocks = num_blocks(kBits, kDim), kGroups = kDim / kGroup;
   by_token<kBits, kDim, kGroup, true>(tile);
-  if (!tile.is_there) return;
   __syncwarp();
   const int lane = lane_id(), q = lane / 4 % 4, first = warp_id() * 32;
 #pragma unroll 1
@@ -220,12 +222,11 @@ __device__ void values_by_token(const Tile& tile) {
     uint32_t words[2][4] = {};
 #pragma unroll 1
     for (int f = 0; f < kFields; ++f) {
-      const uint16_t* stage = tile.stage + first * tile.stage_stride + b * (128 / kBits) + 16 * f + 4 * q;
       const float2* groups = tile.groups + first * kGroups + b * (128 / kBits) / kGroup;
       uint32_t bytes[2][4];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const uint2 x = *reinterpret_cast<const uint2*>(stage + value_token(i) * tile.stage_stride);
+        const uint2 x = tile.load4(first + value_token(i), b * (128 / kBits) + 16 * f + 4 * q);
         const float2 group = groups[value_token(i) * kGroups];
         uint32_t (&word)[4] = bytes[i / 4];
         if (i % 4 == 0) word[0] = word[1] = word[2] = word[3] = kEmpty;
@@ -269,30 +270,19 @@ template <int kBits, int kGroup>
 __device__ void keys_by_channel(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kGroups = kTileTokens / kGroup, kCount = 8 / kGroups;
   const int lane = lane_id(), c = lane % 4, blocks = num_blocks(kBits, tile.dim);
-  const uint16_t* from = tile.tokens + lane / 4 * tile.stride + 4 * c;
-  const auto channel = [](int b, int f) { return b * (128 / kBits) + key_field_channel(kBits, false, f); };
-  uint2 next[8];  // of tokens lane / 4 + 8 j
-  const auto load = [&](int b, int f) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) next[j] = load4(from + 8 * j * tile.stride + channel(b, f));
-  };
-  if (warp_id() < blocks) load(warp_id(), 0);
-  if (!tile.is_there) return;
-  uint32_t words[8] = {};
+  uint32_t words[8] = {};  // of tokens lane / 4 + 8 j
   int b = warp_id(), f = 0;
 #pragma unroll 1
   while (b < blocks) {
+    const int first = b * (128 / kBits) + key_field_channel(kBits, false, f) + 4 * c;
     uint2 x[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = next[j];
-    const int next_f = (f + 1) % kFields, next_b = next_f == 0 ? b + kThreads / 32 : b;
-    if (next_b < blocks) load(next_b, next_f);
+    for (int j = 0; j < 8; ++j) x[j] = tile.load4(lane / 4 + 8 * j, first);
 
     uint32_t ranges[4 * kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) pair_ranges<kCount>(x + g * kCount, ranges + 4 * g);
     const int mine = scatter_minima<4 * kGroups, 2, 4, 8, 16>(ranges);
-    const int first = channel(b, f) + 4 * c;
     keep_channel<kBits>(tile, mine / 4 * tile.dim + first + mine % 4, ranges, lane & (kGroups == 1 ? 8 : 16),
                         kGroups == 2 || lane < 16);
     __syncwarp();
@@ -310,21 +300,22 @@ __device__ void keys_by_channel(const Tile& tile) {
         words[j] += bytes << (kBits * f);
       }
     }
-    if (next_f == 0) {
+    f = (f + 1) % kFields;
+    if (f == 0) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int n = j * blocks + b;
-        reinterpret_cast<uint32_t*>(tile.stage)[(n / 4 * 32 + lane) * 4 + n % 4] = words[j];
+        tile.words[(n / 4 * 32 + lane) * 4 + n % 4] = words[j];
         words[j] = 0;
       }
+      b += kThreads / 32;
     }
-    b = next_b, f = next_f;
   }
   // Whole units at last: their words are of all blocks.
   __syncthreads();
 #pragma unroll 4
   for (int i = threadIdx.x; i < blocks * 64; i += kThreads)
-    reinterpret_cast<uint4*>(tile.codes)[i] = reinterpret_cast<const uint4*>(tile.stage)[i];
+    reinterpret_cast<uint4*>(tile.codes)[i] = reinterpret_cast<const uint4*>(tile.words)[i];
 }
 
 // z is the half of the tile.
@@ -332,23 +323,14 @@ template <int kBits, int kGroup>
 __device__ void values_by_channel(const Tile& tile) {
   constexpr int kFields = 8 / kBits;
   const int lane = lane_id(), q = lane / 4 % 4, z = lane / 16, blocks = num_blocks(kBits, tile.dim);
-  const uint16_t* from = tile.tokens + 32 * z * tile.stride + 4 * q;
-  uint2 next[8];
-  const auto load = [&](int b, int f) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) next[i] = load4(from + value_token(i) * tile.stride + b * (128 / kBits) + 16 * f);
-  };
-  if (warp_id() < blocks) load(warp_id(), 0);
-  if (!tile.is_there) return;
   uint32_t words[2][4] = {};
   int b = warp_id(), f = 0;
 #pragma unroll 1
   while (b < blocks) {
+    const int channel = b * (128 / kBits) + 16 * f + 4 * q, first = (kGroup == 64 ? 0 : z * tile.dim) + channel;
     uint2 x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = next[i];
-    const int next_f = (f + 1) % kFields, next_b = next_f == 0 ? b + kThreads / 32 : b;
-    if (next_b < blocks) load(next_b, next_f);
+    for (int i = 0; i < 8; ++i) x[i] = tile.load4(32 * z + value_token(i), channel);
 
     uint32_t ranges[4];
     pair_ranges<8>(x, ranges);
@@ -358,7 +340,6 @@ __device__ void values_by_channel(const Tile& tile) {
     } else {
       mine = scatter_minima<4, 2, 1, 2>(ranges);
     }
-    const int first = (kGroup == 64 ? 0 : z * tile.dim) + b * (128 / kBits) + 16 * f + 4 * q;
     keep_channel<kBits>(tile, first + mine, ranges, lane & 2, kGroup == 32 || lane < 16);
     __syncwarp();
     const float4* groups = reinterpret_cast<const float4*>(tile.groups + first);
@@ -375,12 +356,13 @@ __device__ void values_by_channel(const Tile& tile) {
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i / 4][i % 4] += bytes[i / 4][i % 4] << (kBits * f);
-    if (next_f == 0) {
+    f = (f + 1) % kFields;
+    if (f == 0) {
       store_values(tile.codes + (z * blocks + b) * 512, words);
 #pragma unroll
       for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = 0;
+      b += kThreads / 32;
     }
-    b = next_b, f = next_f;
   }
 }
 
