@@ -20,7 +20,8 @@ template <int kBits>
 struct IntegerKeys {
   using Sum = int;
   static __device__ __forceinline__ void add(const uint8_t* codes, int unit, int lane, uint2 b, int (&sums)[4]) {
-    const KeyWords<kBits, 128> words(codes, unit, lane);
+    KeyWords<kBits, 128> words;
+    words.load(codes, unit, lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll

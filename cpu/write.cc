@@ -108,7 +108,9 @@ class Call {
         for (int token = t; token < next; ++token)
           for (int i = 0; i < channels; ++i) range.add(tokens[(token - tile) * x.dim + d + i]);
         const int64_t index = pairs + x.pair_index(t - page_first, d);
-        std::fill_n(groups + d, channels, store_pair(range, x.bits, p_.param_dtype, x.params, index));
+        const Pair pair = make_pair(range, x.bits, p_.param_dtype);
+        store_pair(pair, p_.param_dtype, x.params, index);
+        std::fill_n(groups + d, channels, pair.affine);
       }
       for (int token = t; token < next; ++token)
         pack(x, is_value, codes, token - page_first, tokens + (token - tile) * x.dim, groups);

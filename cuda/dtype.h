@@ -45,11 +45,17 @@ JF_HOST_DEVICE inline float f16_to_float(uint16_t x) {
 JF_HOST_DEVICE inline uint16_t float_to_f16(float x) {
   const uint32_t bits = bits_of_float(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+#if defined(__CUDA_ARCH__)
+  uint16_t y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+#else
   if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // rounds past 65504
   if (magnitude < 0x38800000) {  // subnormal: adding 0.5 leaves multiples of 2^-24, rounded to even
     return static_cast<uint16_t>(sign | (bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000));
   }
   return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
+#endif
 }
 
 JF_HOST_DEVICE inline float load_float(const void* from, int64_t index, DType dtype) {

@@ -50,8 +50,7 @@ struct CacheShape {
   // Index of page `id` of the row's pool in the leading [U, L, P] axes, or -1 if the id or the layer is out of range.
   JF_HOST_DEVICE constexpr int64_t page_index(int row, int layer_index, int id) const {
     if (id < 0 || id >= pages || layer_index < 0 || layer_index >= layers) return -1;
-    const int64_t pool = int64_t{row} * pools / batch;
-    return (pool * layers + layer_index) * pages + id;
+    return (int64_t{row_entry(row, pools)} * layers + layer_index) * pages + id;
   }
 
   // Entry of a row in an operand that has `rows` of them.

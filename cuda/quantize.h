@@ -34,10 +34,29 @@ struct Affine {
   float quarter;  // offset / 4
 };
 
+// A group's parameters as they are stored: NaN where a value is not finite.
+struct Pair {
+  float scale, offset;
+  uint32_t halves;  // both as f16
+  Affine affine;
+};
+
 JF_HOST_DEVICE inline float clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
 
-// Stores a group's parameters at pairs[index].
-JF_HOST_DEVICE inline Affine store_pair(Range range, int bits, DType dtype, void* pairs, int64_t index) {
+// 4 / scale, rounded once.
+JF_HOST_DEVICE inline float inverse_of(float scale, bool is_half) {
+#if defined(__CUDA_ARCH__)
+  // What the division comes to after its checks of ranges, which a f16 cannot leave.
+  if (is_half) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale));
+    return 4.0f * __fmaf_rn(y, __fmaf_rn(-scale, y, 1.0f), y);
+  }
+#endif
+  return 4.0f / scale;
+}
+
+JF_HOST_DEVICE inline Pair make_pair(Range range, int bits, DType dtype) {
   const bool finite = range.low >= -FLT_MAX && range.high <= FLT_MAX;  // false for NaN
   const bool half = dtype == DType::kF16;
   const float limit = half ? 65504.0f : FLT_MAX;
@@ -50,15 +69,20 @@ JF_HOST_DEVICE inline Affine store_pair(Range range, int bits, DType dtype, void
   float scale = range.high > range.low ? clamp((range.high * 0.25f - quarter) * per_level, limit) : 0.0f;
   if (!(scale > 0)) scale = 0;
   const uint16_t half_scale = float_to_f16(scale);
-  if (half) {
-    scale = f16_to_float(half_scale);
-    static_cast<uint32_t*>(pairs)[index] = finite ? half_scale | uint32_t{half_offset} << 16 : 0x7e007e00u;
+  if (half) scale = f16_to_float(half_scale);
+  return {finite ? scale : NAN,
+          finite ? offset : NAN,
+          finite ? half_scale | uint32_t{half_offset} << 16 : 0x7e007e00u,
+          {finite && scale > 0 ? inverse_of(scale, half) : 0.0f, quarter}};
+}
+
+JF_HOST_DEVICE inline void store_pair(const Pair& pair, DType dtype, void* pairs, int64_t index) {
+  if (dtype == DType::kF16) {
+    static_cast<uint32_t*>(pairs)[index] = pair.halves;
   } else {
-    float* pair = static_cast<float*>(pairs) + 2 * index;
-    pair[0] = finite ? scale : NAN;
-    pair[1] = finite ? offset : NAN;
+    static_cast<float*>(pairs)[2 * index] = pair.scale;
+    static_cast<float*>(pairs)[2 * index + 1] = pair.offset;
   }
-  return {finite && scale > 0 ? 4.0f / scale : 0.0f, quarter};
 }
 
 // The nearest code: 2^23 + 2^22 more, and the sum's last bits are the rounded steps.

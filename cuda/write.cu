@@ -1,13 +1,7 @@
-// Writing new tokens into the cache: one launch, whatever the number of tokens.
+// Writing new tokens into the cache: one launch, whatever the number of tokens.  A few go to write_few.cu.
 //
-// Grid: x = ((row * tiles + tile) * 2 + K or V) * KV heads + head, with as many tiles as a row's T tokens can touch; a
-// CTA whose tile has nothing to do leaves.  A tile is 32 tokens, or 64 where groups are.  Each CTA
-//   1. loads its tokens that become quantized, from k or v or the ring, into shared memory,
-//   2. takes each group's range, stores scale and offset, and keeps them in shared memory,
-//   3. packs codes, 16 bytes of the page a thread (a byte where tokens are few), and stores those whose tokens are
-//   there,
-//   4. puts the newest tokens into the ring's slots: write_params.h says why after 1, by this CTA.
-// The first CTA of a row also checks its page table.  At 16 bits, 1 stores to the page and 2 and 3 are left out.
+// Grid: x = K or V and the KV head, y = as many tiles as a row's T tokens can touch, z = row.  Each CTA writes one
+// tile, or leaves if that has nothing to do.  The first of a row also checks its page table.
 //
 // Compiled with -fmad=false -ftz=true: quantize.h says why.
 #include <cuda_runtime.h>
@@ -15,382 +9,47 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "quantize.h"
 #include "write.h"
+#include "write_few.h"
+#include "write_tile.cuh"
 
 namespace jax_foscar::cuda {
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
+using whole::Kinds;
 
-// Tokens wait as Stage: uint16_t is bfloat16, which is all that formats with exact tokens know.
-__device__ float to_float(uint16_t x) { return bf16_to_float(x); }
-__device__ float to_float(float x) { return x; }
+// Whole tiles are the work of two warps.
+constexpr int threads_of(Kinds kinds) { return kinds == Kinds::kNone ? 128 : whole::kThreads; }
+constexpr int ctas_of(Kinds kinds) { return kinds == Kinds::kNone ? 6 : 11; }
 
-// Shared memory: tokens [tile_tokens][stage_stride], then the Affine of each group.  A row is padded by 16 bytes,
-// so that the lanes of a warp that hold neighbouring pairs of tokens meet other banks.
-template <class Stage>
-__host__ __device__ constexpr int stage_stride(int dim) {
-  return dim + 16 / static_cast<int>(sizeof(Stage));
-}
-__host__ __device__ constexpr int pairs_of(const OperandFormat& x, int tokens) {
-  return x.bits == 16 ? 0 : tokens * x.dim / x.group;
-}
-template <class Stage>
-int shared_bytes(const OperandFormat& x, int tokens) {
-  return tokens * stage_stride<Stage>(x.dim) * static_cast<int>(sizeof(Stage)) + 8 * pairs_of(x, tokens);
-}
-
-// Eight channels from index `at` on, all 16-byte aligned.
-template <class To>
-__device__ void copy8(To* to, const void* from, int64_t at, DType dtype) {
-  if constexpr (sizeof(To) == 2) {
-    if (dtype == DType::kBF16) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from) + at);
-      return;
-    }
-  }
-  alignas(16) float x[8];
-  if (dtype == DType::kF32) {
-    const float4* wide = reinterpret_cast<const float4*>(static_cast<const float*>(from) + at);
-    reinterpret_cast<float4*>(x)[0] = wide[0], reinterpret_cast<float4*>(x)[1] = wide[1];
-  } else {
-    alignas(16) uint16_t half[8];
-    *reinterpret_cast<uint4*>(half) = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from) + at);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = dtype == DType::kBF16 ? bf16_to_float(half[i]) : f16_to_float(half[i]);
-  }
-  if constexpr (sizeof(To) == 2) {
-    alignas(16) uint16_t half[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) half[i] = float_to_bf16(x[i]);
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(half);
-  } else {
-    reinterpret_cast<float4*>(to)[0] = reinterpret_cast<const float4*>(x)[0];
-    reinterpret_cast<float4*>(to)[1] = reinterpret_cast<const float4*>(x)[1];
-  }
-}
-
-// What a CTA works on.
-template <class Stage>
-struct Tile {
-  const WriteParams& params;
-  const WriteOperand& x;
-  const RowWrite& write;
-  int row, head;
-  int first;                   // the tile's first token; those below are relative to the row
-  int begin, end;              // tokens that are quantized now or new
-  int paged_begin, paged_end;  // tokens that become quantized
-  int64_t page_head;           // of the page, in the axes [U, L, P, K]
-  Stage* stage;
-  Affine* groups;
-  int groups_a_token, channel_shift, token_shift;  // of groups of 1 << shift 32-channel blocks, or tokens
-
-  // Token t of the tile, and whether it becomes quantized.
-  __device__ const Stage* token(int t) const { return stage + t * stage_stride<Stage>(x.dim); }
-  __device__ bool is_paged(int t) const { return first + t >= paged_begin && first + t < paged_end; }
-
-  __device__ Affine& token_group(int t, int block) const {
-    return groups[t * groups_a_token + (block >> channel_shift)];
-  }
-  __device__ Affine& channel_group(int t, int channel) const { return groups[(t >> token_shift) * x.dim + channel]; }
-};
-
-__device__ void load4(const uint16_t* from, float (&x)[4]) {
-  const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-  x[0] = float_of_bits(pairs.x << 16), x[1] = float_of_bits(pairs.x & 0xffff0000u);
-  x[2] = float_of_bits(pairs.y << 16), x[3] = float_of_bits(pairs.y & 0xffff0000u);
-}
-__device__ void load4(const float* from, float (&x)[4]) {
-  const float4 wide = *reinterpret_cast<const float4*>(from);
-  x[0] = wide.x, x[1] = wide.y, x[2] = wide.z, x[3] = wide.w;
-}
-
-// Packs 4-byte word `at` of a 64-token tile whose token `half` is this tile's first.  Returns a bit for each byte whose
-// token becomes quantized; the others are 0 in the word.
-//
-// Which group a code belongs to is said by its 32-channel block or by its word's first token, which it shares with its
-// neighbours, so that the compiler reads a group once.
-template <int kBits, bool kChannel, class Stage>
-__device__ unsigned pack_keys(const Tile<Stage>& tile, CodeWord at, int half, uint32_t* word) {
-  const int dim = tile.x.dim;
-  unsigned there = 0;
-  *word = 0;
-  if (at.tail) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int t = at.token + key_byte_token(true, i) - half, channel = at.channel + key_byte_channel(true, i);
-      if (!tile.is_paged(t)) continue;
-      there |= 1u << i;
-#pragma unroll
-      for (int f = 0; f < 8 / kBits; ++f) {
-        const int c = channel + key_field_channel(kBits, true, f);
-        if (c >= dim) continue;  // padding
-        const Affine group = kChannel ? tile.channel_group(t, c) : tile.token_group(t, at.channel / 32);
-        *word |= code(to_float(tile.token(t)[c]), group, kBits) << (8 * i + kBits * f);
-      }
-    }
-    return there;
-  }
-  const int t = at.token - half;
-  if (!tile.is_paged(t)) return 0;
-#pragma unroll
-  for (int f = 0; f < 8 / kBits; ++f) {
-    const int in_block = key_field_channel(kBits, false, f), channel = at.channel + in_block;
-    if (channel >= dim) continue;
-    float x[4];
-    load4(tile.token(t) + channel, x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Affine group =
-          kChannel ? tile.channel_group(t, channel + i) : tile.token_group(t, at.channel / 32 + in_block / 32);
-      *word |= code(x[i], group, kBits) << (8 * i + kBits * f);
-    }
-  }
-  return 15;
-}
-
-template <int kBits, bool kChannel, class Stage>
-__device__ unsigned pack_values(const Tile<Stage>& tile, CodeWord at, int half, uint32_t* word) {
-  const int dim = tile.x.dim, first = at.token - half;
-  unsigned there = 0;
-  *word = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int t = first + value_byte_token(i);
-    if (!tile.is_paged(t)) continue;
-    there |= 1u << i;
-#pragma unroll
-    for (int f = 0; f < 8 / kBits; ++f) {
-      const int channel = at.channel + value_field_channel(at.tail, f);
-      if (channel >= dim) continue;
-      const Affine group =
-          kChannel ? tile.channel_group(first, channel) : tile.token_group(t, at.channel / 32 + (at.tail ? 0 : f / 2));
-      *word |= code(to_float(tile.token(t)[channel]), group, kBits) << (8 * i + kBits * f);
-    }
-  }
-  return there;
-}
-
-// Of a few tokens: a byte a thread.
-template <int kBits, bool kValue, bool kChannel, class Stage>
-__device__ void pack_bytes(const Tile<Stage>& tile) {
-  const WriteOperand& x = tile.x;
-  const int bytes = token_bytes(kBits, x.dim), in_page = tile.first % tile.params.page_size;
-  uint8_t* codes = x.codes + tile.page_head * x.page_bytes(tile.params.page_size);
-  for (int i = threadIdx.x; i < (tile.paged_end - tile.paged_begin) * bytes; i += kThreads) {
-    const int t = tile.paged_begin - tile.first + i / bytes, in_token = i % bytes;
-    const int first = in_token / 16 * (128 / kBits) + in_token % 16;  // channel of field 0
-    const bool tail = in_token / 16 == num_blocks(kBits, x.dim);
-    uint32_t byte = 0;
-#pragma unroll
-    for (int f = 0; f < 8 / kBits; ++f) {
-      const int channel = first + (kValue ? value_field_channel(tail, f) : key_field_channel(kBits, tail, f));
-      if (channel >= x.dim) continue;  // padding
-      const Affine group = kChannel ? tile.channel_group(t, channel) : tile.token_group(t, channel / 32);
-      byte |= code(to_float(tile.token(t)[channel]), group, kBits) << (kBits * f);
-    }
-    const CodeAddress to =
-        kValue ? value_address(kBits, x.dim, in_page + t, first) : key_address(kBits, x.dim, in_page + t, first);
-    codes[to.byte] = static_cast<uint8_t>(byte);
-  }
-}
-
-template <int kBits, bool kValue, bool kChannel, class Stage>
-__device__ void pack(const Tile<Stage>& tile) {
-  if (tile.paged_end - tile.paged_begin <= 8) return pack_bytes<kBits, kValue, kChannel>(tile);
-  const WriteOperand& x = tile.x;
-  const int bytes = token_bytes(kBits, x.dim), half = tile.first % kTileTokens;
-  const int in_page = tile.first % tile.params.page_size - half;
-  uint8_t* codes = x.codes + tile.page_head * x.page_bytes(tile.params.page_size) + int64_t{in_page} * bytes;
-  for (int unit = threadIdx.x; unit < kTileTokens * bytes / 16; unit += kThreads) {
-    uint32_t words[4];
-    unsigned there[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (kValue) {
-        there[w] = pack_values<kBits, kChannel>(tile, value_word(kBits, x.dim, 4 * unit + w), half, &words[w]);
-      } else {
-        there[w] = pack_keys<kBits, kChannel>(tile, key_word(kBits, x.dim, 4 * unit + w), half, &words[w]);
-      }
-    }
-    if ((there[0] & there[1] & there[2] & there[3]) == 15) {
-      reinterpret_cast<uint4*>(codes)[unit] = make_uint4(words[0], words[1], words[2], words[3]);
-      continue;
-    }
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      uint8_t* to = codes + 16 * unit + 4 * w;
-      if (there[w] == 15) {
-        *reinterpret_cast<uint32_t*>(to) = words[w];
-      } else {
-        for (int i = 0; i < 4; ++i)
-          if (there[w] >> i & 1) to[i] = static_cast<uint8_t>(words[w] >> 8 * i);
-      }
-    }
-  }
-}
-
-// The range of values that `lanes` neighbouring lanes hold parts of.
-__device__ Range join(Range range, int lanes) {
-  for (int lane = 1; lane < lanes; lane *= 2)
-    range.merge(__shfl_xor_sync(kAllLanes, range.low, lane), __shfl_xor_sync(kAllLanes, range.high, lane));
-  return range;
-}
-
-template <class Stage>
-__device__ void keep_pair(const Tile<Stage>& tile, int t, int channel, Range range) {
-  const WriteOperand& x = tile.x;
-  const int64_t page_pairs = tile.page_head * x.page_pairs(tile.params.page_size);
-  const int in_page = (tile.first + t) % tile.params.page_size;
-  const Affine group =
-      store_pair(range, x.bits, tile.params.param_dtype, x.params, page_pairs + x.pair_index(in_page, channel));
-  (x.per_channel ? tile.channel_group(t, channel) : tile.token_group(t, channel / 32)) = group;
-}
-
-// Ranges per token: eight lanes take a token's group, a warp four tokens that lie two apart.
-template <class Stage>
-__device__ void token_ranges(const Tile<Stage>& tile, int tile_tokens) {
-  const WriteOperand& x = tile.x;
-  const int lane = threadIdx.x % 32, items = pairs_of(x, tile_tokens);
-  for (int base = threadIdx.x / 32 * 4; base < items; base += 4 * kWarps) {
-    const int token = base % tile_tokens, t = token / 8 * 8 + lane / 8 * 2 + token / 4 % 2;
-    const bool there = tile.is_paged(t);
-    if (!__any_sync(kAllLanes, there)) continue;
-    const int channel = base / tile_tokens * x.group;
-    Range range;
-    if (there) {
-      const Stage* from = tile.token(t) + channel;
-      for (int i = lane % 8 * 2; i < x.group; i += 16) range.add(to_float(from[i])), range.add(to_float(from[i + 1]));
-    }
-    range = join(range, 8);
-    if (there && lane % 8 == 0) keep_pair(tile, t, channel, range);
-  }
-}
-
-// Ranges per channel: four lanes take two channels of a group of tokens, each the tokens of one lane of values.
-template <class Stage>
-__device__ void channel_ranges(const Tile<Stage>& tile, int tile_tokens) {
-  const WriteOperand& x = tile.x;
-  const int lane = threadIdx.x % 32, items = pairs_of(x, tile_tokens) / 2;
-  for (int base = threadIdx.x / 32 * 8; base < items; base += 8 * kWarps) {
-    const int item = base + lane / 4, channel = item % (x.dim / 2) * 2, group = item / (x.dim / 2) * x.group;
-    Range low, high;
-    for (int i = lane % 4 * 2; i < x.group; i += i % 2 == 0 ? 1 : 7) {
-      const int t = group + i;
-      if (!tile.is_paged(t)) continue;
-      const Stage* from = tile.token(t) + channel;
-      low.add(to_float(from[0])), high.add(to_float(from[1]));
-    }
-    low = join(low, 4), high = join(high, 4);
-    const bool there = tile.first + group + x.group > tile.paged_begin && tile.first + group < tile.paged_end;
-    if (there && lane % 4 < 2) keep_pair(tile, group, channel + lane % 4, lane % 4 == 0 ? low : high);
-  }
-}
-
-// Steps 1 to 3.
-template <bool kValue, class Stage>
-__device__ void quantize(const Tile<Stage>& tile, int tile_tokens) {
-  const WriteParams& p = tile.params;
-  const WriteOperand& x = tile.x;
-  const int chunks = x.dim / 8;
-  for (int i = threadIdx.x; i < (tile.paged_end - tile.paged_begin) * chunks; i += kThreads) {
-    const int t = tile.paged_begin + i / chunks, channel = i % chunks * 8;
-    const bool is_old = t < tile.write.start;
-    const void* from = is_old ? x.exact : x.tokens;
-    const int64_t at = (is_old ? p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(t), x.dim)
-                               : p.new_at(tile.row, tile.write, tile.head, t, x.dim)) +
-                       channel;
-    const DType dtype = is_old ? DType::kBF16 : x.token_dtype;
-    if (x.bits == 16) {
-      uint16_t* page = reinterpret_cast<uint16_t*>(x.codes) + tile.page_head * p.page_size * x.dim;
-      copy8(page + t % p.page_size * x.dim + channel, from, at, dtype);
-    } else {
-      copy8(tile.stage + (t - tile.first) * stage_stride<Stage>(x.dim) + channel, from, at, dtype);
-    }
-  }
-  if (x.bits == 16) return;
-  __syncthreads();
-  if (x.per_channel) {
-    channel_ranges(tile, tile_tokens);
-    __syncthreads();
-    x.bits == 2 ? pack<2, kValue, true>(tile) : pack<4, kValue, true>(tile);
-  } else {
-    token_ranges(tile, tile_tokens);
-    __syncthreads();
-    x.bits == 2 ? pack<2, kValue, false>(tile) : pack<4, kValue, false>(tile);
-  }
-}
-
-// Step 4.
-template <class Stage>
-__device__ void keep_exact(const Tile<Stage>& tile) {
-  const WriteParams& p = tile.params;
-  const WriteOperand& x = tile.x;
-  const int chunks = x.dim / 8;
-  for (int i = threadIdx.x; i < (tile.end - tile.begin) * chunks; i += kThreads) {
-    const int t = tile.begin + i / chunks, channel = i % chunks * 8;
-    const auto put = [&](int token) {
-      const int64_t to = p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(token), x.dim) + channel;
-      copy8(x.exact + to, x.tokens, p.new_at(tile.row, tile.write, tile.head, token, x.dim) + channel, x.token_dtype);
-    };
-    if (t < p.windows.sink && t >= tile.write.start) put(t);
-    const int newest = p.newest_in_slot(tile.write, t);
-    if (newest >= 0) put(newest);
-  }
-}
-
-template <class Stage>
-__global__ void __launch_bounds__(kThreads)
-    write_tokens(const __grid_constant__ WriteParams p, int tiles, int tile_tokens) {
+template <class Stage, Kinds kKinds>
+__global__ void __launch_bounds__(threads_of(kKinds), ctas_of(kKinds))
+    write_tokens(const __grid_constant__ WriteParams p, int tile_tokens) {
   extern __shared__ uint4 shared[];
-  const int heads = p.num_kv_heads, head = blockIdx.x % heads;
-  const bool is_value = blockIdx.x / heads % 2 == 1;
-  const int tile = blockIdx.x / heads / 2 % tiles, row = blockIdx.x / heads / 2 / tiles;
+  const int heads = p.num_kv_heads, row = blockIdx.z;
+  const bool is_value = blockIdx.x >= heads;
   const RowWrite write = p.plan(row);
-
-  if (head == 0 && !is_value && tile == 0 && threadIdx.x < 32) {
-    bool refused = write.refused;
-    for (int i = p.first_page(write) + threadIdx.x; i < p.end_page(write); i += 32)
-      refused |= p.page(row, write.layer, i) < 0;
-    if (__any_sync(kAllLanes, refused) && threadIdx.x == 0) p.overflowed[row] = true;
-  }
-
-  const WriteOperand& x = is_value ? p.value : p.key;
-  const int first = (write.first / tile_tokens + tile) * tile_tokens;
-  const int begin = max(first, write.first), end = min(first + tile_tokens, write.length);
-  if (begin >= end) return;
-  const int paged_begin = max(begin, p.windows.sink), paged_end = min(end, write.last);
-  const int64_t page = paged_begin < paged_end ? p.page(row, write.layer, first / p.page_size) : -1;
-  Tile<Stage> work = {p, x, write, row, head, first, begin, end, paged_begin, paged_end, page * heads + head};
-  work.stage = reinterpret_cast<Stage*>(shared);
-  work.groups = reinterpret_cast<Affine*>(work.stage + tile_tokens * stage_stride<Stage>(x.dim));
-  work.groups_a_token = x.dim / x.group;
-  work.token_shift = __ffs(x.group) - 1;
-  work.channel_shift = x.group == x.dim ? 3 : __ffs(x.group) - 6;  // eight blocks are the largest head
-  if (page >= 0) {
-    if (is_value) {
-      quantize<true>(work, tile_tokens);
-    } else {
-      quantize<false>(work, tile_tokens);
-    }
-  }
-  if (x.exact == nullptr) return;
-  __syncthreads();
-  keep_exact(work);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 32) check_pages(p, write, row);
+  const int start = write.first / tile_tokens * tile_tokens, skipped = blockIdx.y * tile_tokens;
+  if (skipped >= write.length - start) return;
+  const int head = is_value ? blockIdx.x - heads : blockIdx.x;
+  write_tile<Stage, kKinds>(p, write, row, head, is_value, start + skipped, tile_tokens, shared);
 }
 
-template <class Stage>
+template <class Stage, Kinds kKinds>
 const char* launch(const WriteParams& p, int tile_tokens, CUstream_st* stream) {
   // Tokens [first, length) of a row: the T new ones and, in the ring, up to recent + group - 1 older ones; first is a
   // multiple of the group and so at most tile - group tokens into its tile.
   const int64_t tiles = (int64_t{tile_tokens} + p.windows.recent + p.num_tokens - 2) / tile_tokens + 1;
-  const int64_t grid = int64_t{p.batch} * tiles * 2 * p.num_kv_heads;
-  if (grid > INT32_MAX) return "jax_foscar write: too many tokens for one launch";
-  const int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
-  write_tokens<Stage>
-      <<<static_cast<unsigned>(grid), kThreads, shared, stream>>>(p, static_cast<int>(tiles), tile_tokens);
+  constexpr int kMost = 65535;  // of a grid's y and z
+  if (tiles > kMost || p.batch > kMost) return "jax_foscar write: too many rows or tokens for one launch";
+  const dim3 grid(2 * p.num_kv_heads, static_cast<unsigned>(tiles), p.batch);
+  int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
+  if (kKinds == Kinds::kAny && p.key.bits != 16 && p.key.per_channel) {
+    const int words = kTileTokens * token_bytes(p.key.bits, p.key.dim);
+    shared = std::max(shared, shared_bytes<Stage>(p.key, tile_tokens) + words);
+  }
+  write_tokens<Stage, kKinds><<<grid, threads_of(kKinds), shared, stream>>>(p, tile_tokens);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -407,7 +66,11 @@ const char* write(const WriteParams& p, CUstream_st* stream) {
       return "jax_foscar write: k, v and the cache's arrays must be 16-byte aligned";
     half &= x->exact != nullptr || x->token_dtype == DType::kBF16;
   }
-  return half ? launch<uint16_t>(p, std::max(p.windows.group, 32), stream) : launch<float>(p, 32, stream);
+  if (p.num_tokens <= kFewTokens) return write_few(p, stream);
+  if (!half) return launch<float, Kinds::kNone>(p, 32, stream);
+  if (p.num_tokens < kTileTokens) return launch<uint16_t, Kinds::kNone>(p, std::max(p.windows.group, 32), stream);
+  if (p.key.exact != nullptr) return launch<uint16_t, Kinds::kAny>(p, kTileTokens, stream);
+  return launch<uint16_t, Kinds::kPlain>(p, kTileTokens, stream);
 }
 
 }  // namespace jax_foscar::cuda
