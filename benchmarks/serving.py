@@ -2,7 +2,8 @@
 
     python benchmarks/serving.py
 
-Random page tables, exact windows, local windows, writing one token and writing a long prompt. Times are differences
+What a run of joining and leaving requests takes beside the cache; random page tables, exact windows, local windows,
+writing one token and writing a long prompt. Times are differences
 between programs of different length (jax_contenders.py), medians of several runs; a write's bytes are the keys and
 values that it reads and what it stores, and the copy rate is that of XLA reading and writing an array in the same run.
 """
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_contenders
-from jax_foscar import KVCache, KVFormat, decode_attention
+from jax_foscar import KVCache, KVFormat, PageAllocator, decode_attention
 from shapes import Shape
 
 REPEATS = 15
@@ -62,9 +63,11 @@ def exact_windows(text: str) -> None:
 
 
 def local_windows(text: str) -> None:
-    cache, q = random(32, 65536, text)
-    full, local = attention(cache, q, 2), attention(cache, q, 2, local_window_size=(4095, 0))
-    print(f"{text} 32 x 65536: {full:.0f} us, local window of 4096 {local:.0f} us ({full / local:.1f}x)")
+    for batch in 128, 32:
+        cache, q = random(batch, 65536, text)
+        full, local = attention(cache, q, 2), attention(cache, q, 2, local_window_size=(4095, 0))
+        print(f"{text} {batch} x 65536: {full:.0f} us, local window of 4096 {local:.0f} us ({full / local:.1f}x)")
+        del cache
 
 
 def copy_rate() -> float:
@@ -112,10 +115,70 @@ def writes(texts: list[str], rate: float) -> None:
         print(f"{text} write of 2048 tokens, 16 rows: {us:.0f} us, {speed:.0f} GB/s ({speed / rate:.0%} of copy)")
 
 
+def serving_run(text: str, steps: int = 200, slots: int = 32, layers: int = 32) -> None:
+    """Requests join and leave the slots of one jitted step over all layers, and what that takes beside the cache.
+
+    There is no model: a layer's queries, keys and values are made of one random token each.
+    """
+    fmt = dataclasses.replace(KVFormat.parse(text), sink_tokens=4, recent_tokens=64)
+    max_length = 16384
+    num_pages = slots * max_length // fmt.page_size // 2
+    cache = KVCache.create_paged(
+        fmt, batch=slots, num_pages=num_pages, max_length=max_length, num_layers=layers, **HEADS
+    )  # fmt: skip
+    allocator = PageAllocator(num_pages)
+    rng = np.random.default_rng(0)
+    compilations = 0
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(cache: KVCache, key: jax.Array, counts: jax.Array) -> tuple[KVCache, jax.Array]:
+        nonlocal compilations
+        compilations += 1
+        cache = cache.advance(counts)
+
+        def layer(carry: tuple[KVCache, jax.Array], i: jax.Array) -> tuple[tuple[KVCache, jax.Array], None]:
+            cache, total = carry
+            q, k, v = (
+                jax.random.normal(jax.random.fold_in(key, 3 * i + j), (slots, 1, heads, 128), "bfloat16")
+                for j, heads in enumerate((32, 8, 8))
+            )
+            cache = cache.write(k, v, layer=i)
+            return (cache, total + decode_attention(q, cache, layer=i).astype("float32").sum()), None
+
+        return jax.lax.scan(layer, (cache, jnp.float32(0)), jnp.arange(layers))[0]
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def reset(cache: KVCache, row: int, ids: jax.Array) -> KVCache:
+        return cache.reset_row(row, ids)
+
+    jax.block_until_ready(cache)
+    before = jax.devices()[0].memory_stats()["bytes_in_use"]
+    pages: list[list[int]] = [[] for _ in range(slots)]
+    for number in range(steps):
+        for slot in range(slots):  # every step some requests end and others come in their place
+            if not pages[slot] or rng.random() < 0.05:
+                allocator.free(pages[slot])
+                pages[slot] = allocator.allocate(int(rng.integers(4, max_length // fmt.page_size // 4)))
+                table_row = np.full(cache.page_table.shape[1], -1, np.int32)
+                table_row[: len(pages[slot])] = pages[slot]
+                cache = reset(cache, slot, table_row)
+        cache, total = step(cache, jax.random.key(number), np.ones(slots, np.int32))
+    total.block_until_ready()
+    cache.check()
+    assert np.isfinite(total)
+    assert compilations == 1
+    peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    print(
+        f"serving {fmt}: {steps} steps of {slots} slots, {layers} layers, compiled once; cache "
+        f"{cache.nbytes / 2**20:.0f} MiB, at the peak {(peak - before) / 2**20:.1f} MiB more"
+    )
+
+
 def main() -> None:
     if jax.default_backend() != "gpu":
         raise SystemExit("serving.py: needs a GPU")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, python benchmarks/serving.py", *sys.argv[1:])
+    serving_run("k4t,v4t")  # first: the peak is the process's
     rate = copy_rate()
     print(f"copy: {rate:.0f} GB/s")
     for text in ("k4t,v4t", "k2t,v2t"):
@@ -123,8 +186,6 @@ def main() -> None:
         exact_windows(text)
         local_windows(text)
     writes(["k4t,v4t", "k2t,v2t", "k4c64,v4t64", "k2c64,v2t64"], rate)
-    stats = jax.devices()[0].memory_stats() or {}
-    print(f"peak memory of this run {stats.get('peak_bytes_in_use', np.nan) / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -13,3 +13,4 @@ from jax_foscar import native
 assert native.module("cpu") is not None, "jax_foscar has no compiled module: run `make test`, or python -P -m pytest"
 
 settings.register_profile("thorough", max_examples=1600)
+settings.register_profile("gpu", max_examples=160)  # where an example takes longer
