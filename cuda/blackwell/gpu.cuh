@@ -58,14 +58,9 @@ class Gpu {
   // Waits for the values, too.
   template <int kCount>
   __device__ __forceinline__ void tensor_load(uint32_t address, uint32_t (&x)[kCount]) {
-    if constexpr (kCount == 12) {
-      ptx::tensor_load<8>(address, x);
-      ptx::tensor_load<4>(address + 8, x + 8);
-    } else {
-      static_assert(kCount == 24);
-      ptx::tensor_load<16>(address, x);
-      ptx::tensor_load<8>(address + 16, x + 16);
-    }
+    constexpr int kFirst = kCount >= 32 ? 32 : kCount >= 16 ? 16 : 8, kRest = kCount - kFirst;
+    ptx::tensor_load<kFirst>(address, x);
+    if constexpr (kRest > 0) ptx::tensor_load<kRest>(address + kFirst, x + kFirst);
     ptx::wait_tensor_loads();
     // No use may move before the wait.
 #pragma unroll

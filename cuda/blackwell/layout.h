@@ -3,7 +3,7 @@
 //
 // A tile is 128 tokens.  Keys: A has a row a token, k runs along channels.  Values: A has a row a channel, k runs along
 // tokens.  The order of k is whatever the page's words give for free; the other operand, B, is written in that order.
-// Query rows are columns of B, three a row (operands.h), times as many sets as there are groups that fold into B.
+// Query rows are columns of B, a column a part (operands.h), times as many sets as there are groups that fold into B.
 #pragma once
 
 #include "../params.h"
@@ -57,8 +57,11 @@ JF_HOST_DEVICE constexpr uint64_t b_descriptor(uint32_t base, int depth, int ste
   return shared_descriptor(base + 4 * kCoreBytes * step, kCoreBytes, 16 * depth);
 }
 
-// Columns of a set start at a multiple of `set_columns`; part p of row r is number p * rows + r among them.
-JF_HOST_DEVICE constexpr int set_columns(int rows) { return kMaxParts * rows; }
+// Four columns a row, because N is a multiple of 16 and rows come in fours: part p of row r is number p * rows + r of its
+// set.  Queries use all four parts (three leave 2e-3 where one channel outweighs the rest); weights, which are relative
+// to the tile's largest, use three and leave the last columns as they are.
+inline constexpr int kSetParts = 4, kQueryParts = 4, kWeightParts = 3;
+JF_HOST_DEVICE constexpr int set_columns(int rows) { return kSetParts * rows; }
 
 // How one operand's groups fold: into column sets of B, or into accumulators of their own.
 struct Fold {
@@ -66,7 +69,7 @@ struct Fold {
   int columns;  // of B and of each accumulator, a multiple of 16
 
   JF_HOST_DEVICE constexpr Fold(int rows, int sets, int accumulators)
-      : sets(sets), accumulators(accumulators), columns((sets * set_columns(rows) + 15) / 16 * 16) {}
+      : sets(sets), accumulators(accumulators), columns(sets * set_columns(rows)) {}
 };
 JF_HOST_DEVICE constexpr Fold key_fold(const OperandFormat& key, int rows) {
   return key.per_channel ? Fold(rows, kTokens / key.group, 1) : Fold(rows, 1, key.dim / key.group);
@@ -86,7 +89,7 @@ JF_HOST_DEVICE constexpr float key_code(int bits) { return bits == 4 ? e4m3_code
 
 inline constexpr int kTensorColumns = 512;
 inline constexpr int kOperandColumns = 32;       // 128 bytes a lane
-inline constexpr int kAccumulatorColumns = 128;  // 4 groups x 8 rows x 3 parts, padded
+inline constexpr int kAccumulatorColumns = 128;  // 4 groups x 8 rows x 4 columns
 
 JF_HOST_DEVICE constexpr int key_columns_at(int slot) { return slot * kOperandColumns; }
 JF_HOST_DEVICE constexpr int value_columns_at(int slot) { return (2 + slot) * kOperandColumns; }

@@ -67,19 +67,24 @@ inline constexpr int kMaxParts = 3;
 // x = part[0] + part[1] / 16 + part[2] / 256 + a rest.  Each part is the nearest E4M3 to 16 times what the one before
 // left.  E4M3's step in [2^e, 2^(e+1)) is 2^(e-3), and 2^-9 below 2^-6, so that parts stay in range if x does, and for
 // |x| in [2^e, 2^(e+1)) the rest after one, two, three parts is at most
-//     max(2^(e-4), 2^-10)    max(2^(e-9), 2^-14)    max(2^(e-14), 2^-18).
+//     max(2^(e-4), 2^-10)    max(2^(e-9), 2^-14)    max(2^(e-14), 2^-18)
+// and after a fourth max(2^(e-19), 2^-22).
 // All sums in here are exact in f32: host and device agree to the bit, contracted or not.  NaN is NaN in every part.
 struct Parts {
   uint8_t part[kMaxParts];
 };
 
 // Parts of two values, the first one's in the low bytes.
-struct PartPairs {
-  uint16_t part[kMaxParts];
+template <int kParts>
+struct SomePartPairs {
+  uint16_t part[kParts];
 };
+using PartPairs = SomePartPairs<kMaxParts>;
 
 // What a column of part `i` is multiplied with.
-JF_HOST_DEVICE constexpr float part_weight(int i) { return i == 0 ? 1.0f : i == 1 ? 0x1p-4f : 0x1p-8f; }
+JF_HOST_DEVICE constexpr float part_weight(int i) {
+  return i == 0 ? 1.0f : i == 1 ? 0x1p-4f : i == 2 ? 0x1p-8f : 0x1p-12f;
+}
 
 JF_HOST_DEVICE inline uint16_t e4m3_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -115,9 +120,10 @@ JF_HOST_DEVICE inline FloatPair e4m3_pair_value(uint16_t pair) {
 }
 
 // |x|, |y| <= 448, or NaN.
-JF_HOST_DEVICE inline PartPairs split_pair(float x, float y) {
-  PartPairs pairs;
-  for (int i = 0; i < kMaxParts; ++i) {
+template <int kParts = kMaxParts>
+JF_HOST_DEVICE inline SomePartPairs<kParts> split_pair(float x, float y) {
+  SomePartPairs<kParts> pairs;
+  for (int i = 0; i < kParts; ++i) {
     pairs.part[i] = e4m3_pair(x, y);
     const FloatPair taken = e4m3_pair_value(pairs.part[i]);
     x = (x - taken.low) * 16;

@@ -1,4 +1,4 @@
-// Warps 2 and 3: the queries as B of the scores, three E4M3 parts of each.
+// Warps 2 and 3: the queries as B of the scores, in four E4M3 parts.
 //
 // Keys per token: once an item; what the tensor core saw of a query, not the query, is summed for the offsets.  Keys per
 // channel: for every tile and token group, Q * scale, and the f32 sum of Q * offset.
@@ -51,6 +51,8 @@ class Queries {
   }
 
  private:
+  using Parts = SomePartPairs<kQueryParts>;
+
   [[gnu::always_inline]] JF_HOST_DEVICE static uint32_t max(uint32_t largest, float x) {
     const uint32_t magnitude = bits_of_float(x) & 0x7fffffff;
     return magnitude > largest ? magnitude : largest;
@@ -88,11 +90,11 @@ class Queries {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const Pair affine = pair(stage, set, e);
-      PartPairs parts[kRows / 2];
+      Parts parts[kRows / 2];
 #pragma unroll
       for (int r = 0; r < kRows; r += 2) {
         const SplitScale low = scale(set, r), high = scale(set, r + 1);
-        parts[r / 2] = split_pair(q_[e][r] * affine.scale * low.up, q_[e][r + 1] * affine.scale * high.up);
+        parts[r / 2] = split_pair<kQueryParts>(q_[e][r] * affine.scale * low.up, q_[e][r + 1] * affine.scale * high.up);
         if (!key_.per_channel) {
           const FloatPair seen = join_pair(parts[r / 2]);
           const float low_sum = warp_sum(m_, seen.low * low.down), high_sum = warp_sum(m_, seen.high * high.down);
@@ -126,10 +128,10 @@ class Queries {
     m_.store(at + static_cast<int>(offsetof(QueryFactors<kRows>, offset)) + factor_at(group, r), sum * to_logit());
   }
 
-  [[gnu::always_inline]] JF_HOST_DEVICE static FloatPair join_pair(const PartPairs& parts) {
+  [[gnu::always_inline]] JF_HOST_DEVICE static FloatPair join_pair(const Parts& parts) {
     FloatPair sum = {0.0f, 0.0f};
 #pragma unroll
-    for (int p = kMaxParts; p-- > 0;) {
+    for (int p = kQueryParts; p-- > 0;) {
       const FloatPair part = e4m3_pair_value(parts.part[p]);
       sum.low += part.low * part_weight(p), sum.high += part.high * part_weight(p);
     }

@@ -70,11 +70,12 @@ template <class Machine>
   return {f16_to_float(static_cast<uint16_t>(bits)), f16_to_float(static_cast<uint16_t>(bits >> 16))};
 }
 
-// The parts of kRows values of one k, as bytes of B: column p * kRows + r of the set is part p of row r.
-template <int kRows, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void store_parts(Machine& m, int base, int depth, int k, int set, const PartPairs (&pairs)[kRows / 2]) {
+// The parts of kRows values of one k, as bytes of B.
+template <int kRows, int kParts, class Machine>
+[[gnu::always_inline]] JF_HOST_DEVICE inline void store_parts(Machine& m, int base, int depth, int k, int set,
+                                                              const SomePartPairs<kParts> (&pairs)[kRows / 2]) {
 #pragma unroll
-  for (int p = 0; p < kMaxParts; ++p) {
+  for (int p = 0; p < kParts; ++p) {
 #pragma unroll
     for (int r = 0; r < kRows; r += 4) {
       const uint32_t word = pairs[r / 2].part[p] | static_cast<uint32_t>(pairs[r / 2 + 1].part[p]) << 16;
@@ -84,11 +85,11 @@ template <int kRows, class Machine>
 }
 
 // A row's product from the columns of its parts.
-template <int kRows>
-[[gnu::always_inline]] JF_HOST_DEVICE inline float join_columns(const uint32_t (&columns)[kMaxParts * kRows], int row) {
+template <int kRows, int kCount>
+[[gnu::always_inline]] JF_HOST_DEVICE inline float join_columns(const uint32_t (&columns)[kCount], int row) {
   float sum = 0.0f;
 #pragma unroll
-  for (int p = kMaxParts; p-- > 0;) sum += float_of_bits(columns[p * kRows + row]) * part_weight(p);
+  for (int p = kCount / kRows; p-- > 0;) sum += float_of_bits(columns[p * kRows + row]) * part_weight(p);
   return sum;
 }
 

@@ -26,6 +26,7 @@ template <int kDim, int kRows, class Machine>
 class Softmax {
  public:
   static constexpr int kColumns = set_columns(kRows);
+  static constexpr int kQueryColumns = kQueryParts * kRows, kWeightColumns = kWeightParts * kRows;  // that are read
 
   [[gnu::always_inline]] JF_HOST_DEVICE Softmax(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own)
       : m_(m),
@@ -90,7 +91,7 @@ class Softmax {
   // The tile's logits (base 2) of the thread's token.
   [[gnu::always_inline]] JF_HOST_DEVICE void score(float (&scores)[kRows]) {
     const uint32_t at = lanes_ + scores_at(turn_.slot);
-    uint32_t columns[kColumns];
+    uint32_t columns[kQueryColumns];
     if (key_.per_channel) {
       const int set = thread_ / key_.group;
       m_.tensor_load(at + set * kColumns, columns);
@@ -187,7 +188,7 @@ class Softmax {
     m_.sync_softmax();
     for (int set = 0; set < values_.sets; ++set) {
       const Pair pair = value_pair(set);
-      PartPairs parts[kRows / 2];
+      SomePartPairs<kWeightParts> parts[kRows / 2];
 #pragma unroll
       for (int r = 0; r < kRows; r += 2) {
         SplitScale scales[2];
@@ -201,8 +202,8 @@ class Softmax {
           scales[i] = split_scale(largest);
           if (set == own_set_) back_[r + i] = scales[i].down * value_unit_;
         }
-        parts[r / 2] = split_pair(weight(p[r], sees(token, r), pair) * scales[0].up,
-                                  weight(p[r + 1], sees(token, r + 1), pair) * scales[1].up);
+        parts[r / 2] = split_pair<kWeightParts>(weight(p[r], sees(token, r), pair) * scales[0].up,
+                                                 weight(p[r + 1], sees(token, r + 1), pair) * scales[1].up);
       }
       store_parts<kRows>(m_, plan_.weights_at(turn_.slot), kTokens, value_k(thread_), set, parts);
     }
@@ -223,7 +224,7 @@ class Softmax {
     m_.fence_after_sync();
     if (32 * warp_ < kDim) {
       const uint32_t at = lanes_ + sums_at();
-      uint32_t columns[kColumns];
+      uint32_t columns[kWeightColumns];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) out_[r] *= last_.alpha[r];
       if (value_.per_channel) {
