@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -34,9 +35,23 @@ class Fault(IntEnum):
 
 SIZES = (
     "batch num_queries num_heads num_kv_heads pools layers pages page_size table_width causal dim key_bits "
-    "key_per_channel key_group value_bits value_per_channel value_group blocks seed fault"
+    "key_per_channel key_group value_bits value_per_channel value_group blocks stages seed fault"
 ).split()
 ARRAYS = "q key_codes value_codes key_params value_params page_table length layer out lse".split()
+
+
+class Act(IntEnum):
+    """What a warp does to a barrier or a buffer."""
+
+    WAIT = 0
+    ARRIVE = 1
+    EXPECT = 2
+    COPY = 3
+    COMMIT = 4
+    READ = 5
+    WRITE = 6
+    MULTIPLY_READ = 7
+    MULTIPLY_WRITE = 8
 
 
 class Sizes(ctypes.Structure):
@@ -117,7 +132,14 @@ class Problem:
         """Tokens that share parameters."""
         return quant.group if quant.per == "channel" else 1
 
-    def run(self, blocks: int | None = None, seed: int = 0, fault: Fault = Fault.NONE, events: int = 0):
+    def run(
+        self,
+        blocks: int | None = None,
+        seed: int = 0,
+        fault: Fault = Fault.NONE,
+        events: int = 0,
+        stages: int = 6,
+    ):
         """Output, log-sum-exp and the first CTA's events ``[n, 4]``."""
         batch, num_queries, num_heads, dim = self.q.shape
         heads = self.keys.shape[1]
@@ -129,7 +151,7 @@ class Problem:
             "table_width": arrays["page_table"].shape[1], "causal": self.causal,
             "key_bits": self.key.bits, "key_per_channel": self.key.per == "channel", "key_group": self.key.group or dim,
             "value_bits": self.value.bits, "value_per_channel": self.value.per == "channel",
-            "value_group": self.value.group or dim, "blocks": blocks or 3 * heads, "seed": seed, "fault": fault,
+            "value_group": self.value.group or dim, "blocks": blocks or 3 * heads, "stages": stages, "seed": seed, "fault": fault,
         }  # fmt: skip
         # Copies: bulk copies want multiples of 16 bytes, which malloc gives.
         kept = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
@@ -162,3 +184,16 @@ class Problem:
             out[row, query, head] = weights @ values[row, head // ratio, :end] / weights.sum()
             lse[row, query, head] = top + np.log(weights.sum())
         return out, lse
+
+
+def barriers(keys_per_channel: bool) -> dict[int, tuple[str, int]]:
+    """Number -> name and arrivals a phase, of every barrier's every slot (cuda/blackwell/pipeline.h)."""
+    found = {}
+    slots, arrivals, index = (ctypes.c_int() for _ in range(3))
+    pointers = [ctypes.byref(x) for x in (slots, arrivals, index)]
+    for number in itertools.count():
+        name = library().barrier(number, ctypes.c_bool(keys_per_channel), *pointers)
+        if name is None:
+            return found
+        for slot in range(slots.value):
+            found[index.value + slot] = (name.decode(), arrivals.value)

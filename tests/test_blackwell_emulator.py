@@ -117,8 +117,7 @@ def test_bad_values_reach_the_output():
                 good, _, _ = problem("randn", directions, (4, 2), lengths=[200, 200, 200]).run()
                 out, _, _ = case.run()
                 spoiled = ~np.isfinite(out)
-                assert spoiled[1].any(), (directions, where)
-                assert np.isnan(out[1, 0, 2]).any()
+                assert spoiled[1, 0, 2].any(), (directions, where)
                 np.testing.assert_array_equal(out[[0, 2]], good[[0, 2]])
                 if where == "q":
                     assert np.isnan(out[1, 0, 2]).all()

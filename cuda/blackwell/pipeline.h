@@ -6,9 +6,9 @@
 //   warps 4 - 7   builders    packed words -> A of the scores and of the sums
 //   warps 8 - 11  softmax     scores -> weights, B of the sums; sums -> outputs
 //
-// A `full` barrier says that a buffer may be read, a `free` one that it may be written again.  Scores being full also
-// means that their A has been read, sums being full that theirs and their B have.  tests/test_blackwell_pipeline.py
-// explores what the roles do with these, over all interleavings.
+// A `full` barrier says that a buffer may be read, a `free` one that it may be written again.  Some say more: scores being
+// full, that their A has been read; weights being full, that the scores have; sums being full, that their A and B have.
+// tests/test_blackwell_pipeline.py explores what the roles do with these, over all interleavings.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,6 @@ enum class Barrier {
   kQueriesFull,
   kQueriesFree,
   kScoresFull,
-  kScoresFree,
   kWeightsFull,
   kSumsFull,
   kSumsFree,
@@ -53,7 +52,6 @@ JF_HOST_DEVICE constexpr BarrierSpec barrier_spec(Barrier barrier, bool keys_per
     case Barrier::kQueriesFull: return {"queries full", 2, kQueryWarps};
     case Barrier::kQueriesFree: return {"queries free", 2, 1 + kSoftmaxWarps};  // the product, and the factors' readers
     case Barrier::kScoresFull: return {"scores full", 2, 1};
-    case Barrier::kScoresFree: return {"scores free", 2, kSoftmaxWarps};
     case Barrier::kWeightsFull: return {"weights full", 2, kSoftmaxWarps};
     // Two slots for one buffer: the builders wait for the last tile but one, and must not be lapped.
     case Barrier::kSumsFull: return {"sums full", 2, 1};

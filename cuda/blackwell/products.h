@@ -21,7 +21,7 @@ class Products {
   [[gnu::always_inline]] JF_HOST_DEVICE void issue_scores(bool new_queries, bool last_use) {
     wait_full(m_, Barrier::kKeysFull, scores_);
     if (new_queries) wait_full(m_, Barrier::kQueriesFull, queries_);
-    wait_free(m_, Barrier::kScoresFree, scores_);
+    // The slot's last scores are read: the weights made of them were waited for two tiles ago.
     m_.fence_after_sync();
     constexpr int kSteps = kDim / kMmaDepth;
     const int steps = kSteps / keys_.accumulators;

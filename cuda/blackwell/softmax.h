@@ -138,8 +138,7 @@ class Softmax {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) finite_[r] = factor(kFinite + r) != 0.0f;
     }
-    m_.fence_before_sync();
-    arrive(m_, Barrier::kScoresFree, turn_.slot);
+    m_.fence_before_sync();  // for the arrivals of the weights
     if (key_.per_channel || walk.ends()) {
       arrive(m_, Barrier::kQueriesFree, queries_.slot);
       queries_.next(2);

@@ -13,14 +13,30 @@ namespace {
 
 using namespace jax_foscar;
 
+struct Sizes {
+  int64_t batch, num_queries, num_heads, num_kv_heads, pools, layers, pages, page_size, table_width, causal, dim;
+  int64_t key_bits, key_per_channel, key_group, value_bits, value_per_channel, value_group;
+  int64_t blocks, stages, seed, fault;  // stages: at most
+};
+struct Arrays {
+  const float* q;
+  const uint8_t *key_codes, *value_codes;
+  const void *key_params, *value_params;
+  const int32_t *page_table, *length, *layer;
+  float *out, *lse;
+};
+
 template <int kDim, int kRows>
-std::vector<Event> run_ctas(const DecodeParams& params, Launch launch, int blocks, uint64_t seed, Fault fault) {
+std::vector<Event> run_ctas(const DecodeParams& params, Launch launch, const Sizes& sizes) {
   constexpr int kCapacity = 227 << 10;
   check(plan_launch<kRows>(params, kCapacity, &launch), "a tile does not fit into shared memory");
+  launch.shared.stages = std::min(launch.shared.stages, static_cast<int>(sizes.stages));
+  const int blocks = static_cast<int>(sizes.blocks);
   static Fibers fibers(kThreads);
   std::vector<Event> trace;
   for (int block = 0; block < blocks; ++block) {
-    Cta cta(launch.shared, block, blocks, seed + block, fault, fibers);
+    Cta cta(launch.shared, block, blocks, static_cast<uint64_t>(sizes.seed + block), static_cast<Fault>(sizes.fault),
+            fibers);
     fibers.start([&](int thread) {
       Thread machine(cta, thread);
       decode<kDim, kRows>(machine, params, launch);
@@ -69,19 +85,6 @@ void combine(const DecodeParams& params, const Launch& launch, int blocks, int r
   }
 }
 
-struct Sizes {
-  int64_t batch, num_queries, num_heads, num_kv_heads, pools, layers, pages, page_size, table_width, causal, dim;
-  int64_t key_bits, key_per_channel, key_group, value_bits, value_per_channel, value_group;
-  int64_t blocks, seed, fault;
-};
-struct Arrays {
-  const float* q;
-  const uint8_t *key_codes, *value_codes;
-  const void *key_params, *value_params;
-  const int32_t *page_table, *length, *layer;
-  float *out, *lse;
-};
-
 DecodeParams decode_params(const Sizes& s, const Arrays& a, float scale) {
   const auto i = [](int64_t x) { return static_cast<int>(x); };
   DecodeParams p = {};
@@ -113,7 +116,7 @@ std::vector<Event> emulate(const Sizes& s, const Arrays& a, float scale) {
   launch.row_start = row_start.data(), launch.pieces = pieces.data();
   const auto run = s.dim == 64 ? (rows == 4 ? run_ctas<64, 4> : run_ctas<64, 8>)
                                : (rows == 4 ? run_ctas<128, 4> : run_ctas<128, 8>);
-  std::vector<Event> trace = run(params, launch, blocks, static_cast<uint64_t>(s.seed), static_cast<Fault>(s.fault));
+  std::vector<Event> trace = run(params, launch, s);
   combine(params, launch, blocks, rows);
   return trace;
 }
