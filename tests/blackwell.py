@@ -31,6 +31,7 @@ class Fault(IntEnum):
     MISSING_WAIT = 4
     MISSING_FENCE = 5
     MISSING_STORE_WAIT = 6
+    MISSING_TENSOR_FENCE = 7
 
 
 SIZES = (

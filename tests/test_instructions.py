@@ -89,3 +89,28 @@ def test_main_loops(module):
     totals = {str(loop.kernel): loop.counts.total() for loop in loops}
     for kernel, budget in TILE_BUDGET.items():
         assert totals[kernel] <= budget, kernel
+
+
+@pytest.fixture(scope="module")
+def tcgen05_kernels():
+    need("nvcc", "nvdisasm")
+    return instructions.tcgen05_kernels()
+
+
+def test_tcgen05_operands(tcgen05_kernels):
+    """The published kernel's counts, or fewer."""
+    assert [(kernel.dim, kernel.rows) for kernel in tcgen05_kernels] == [(64, 4), (64, 8), (128, 4), (128, 8)]
+    for kernel in tcgen05_kernels:
+        assert kernel.cost("INT4, E4M3") <= 0.38
+        assert kernel.cost("INT2 keys, E2M1") <= 0.19
+        assert kernel.cost("INT2 values, E4M3") <= 0.32
+        # All of a warp's share: keys and values of 4 bits, keys of 2, values of 2 in two ways.
+        tile = 128 * kernel.dim // 128
+        assert [kernel.operands[name][1] for name in kernel.operands] is not None
+        assert kernel.operands["INT2 keys, E2M1"][1] == tile
+
+
+def test_tcgen05_instructions(tcgen05_kernels):
+    for kernel in tcgen05_kernels:
+        assert kernel.mmas > 0
+        assert kernel.spills == 0

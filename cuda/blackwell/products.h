@@ -75,17 +75,23 @@ class Products {
 };
 
 template <int kDim, int kRows, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void run_products(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own) {
-  if (m.lane() != 0) return;
+[[gnu::always_inline]] JF_HOST_DEVICE inline void issue_products(Machine& m, const DecodeParams& params,
+                                                                 const Launch& launch, Own<kRows>& own) {
   Products<kDim, Machine> products(m, params, launch.shared, own.tensor_base, kRows);
   const bool per_channel = params.key.per_channel;
-  int ahead = 0;
+  bool ahead = false;
   for (Walk walk(params, own.start); !walk.done(); walk.next()) {
     products.issue_scores(per_channel || walk.begins(), per_channel || walk.ends());
-    if (ahead == 1) products.issue_sums();
-    ahead = 1;
+    if (ahead) products.issue_sums();
+    ahead = true;
   }
-  if (ahead == 1) products.issue_sums();
+  if (ahead) products.issue_sums();
+}
+
+template <int kDim, int kRows, class Machine>
+[[gnu::always_inline]] JF_HOST_DEVICE inline void run_products(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own) {
+  if (m.lane() == 0) issue_products<kDim, kRows>(m, params, launch, own);
+  m.sync_warp();
 }
 
 }  // namespace jax_foscar::blackwell

@@ -66,13 +66,12 @@ class Softmax {
   struct Tile {
     Turn stage, turn;
     int first_token;
-    float alpha[kRows];  // what came before is multiplied with
-    float back[kRows];   // products -> sums, of the thread's channel
+    float back[kRows];  // products -> sums, of the thread's channel
   };
 
   [[gnu::always_inline]] JF_HOST_DEVICE void begin(const Walk& walk) {
     const int ratio = params_.num_heads / params_.num_kv_heads;
-    length_ = walk.length(), bad_ = false;
+    length_ = walk.length(), bad_rows_ = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int position = length_ - params_.num_queries + r / ratio;
@@ -130,13 +129,13 @@ class Softmax {
     wait_full(m_, Barrier::kStageFull, stage_);
     wait_full(m_, Barrier::kScoresFull, turn_);
     m_.fence_after_sync();
-    bad_ |= own_.bad_page[stage_.slot] != 0;
+    if (own_.bad_page[stage_.slot] != 0) bad_rows_ = (1u << kRows) - 1;
     const int token = walk.tile() * kTokens + thread_, buffer = turn_.slot;
     float p[kRows];
     score(p);
     if (walk.begins()) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) finite_[r] = factor(kFinite + r) != 0.0f;
+      for (int r = 0; r < kRows; ++r) bad_rows_ |= (factor(kFinite + r) == 0.0f) << r;
     }
     m_.fence_before_sync();  // for the arrivals of the weights
     if (key_.per_channel || walk.ends()) {
@@ -214,7 +213,7 @@ class Softmax {
   [[gnu::always_inline]] JF_HOST_DEVICE void take_turn(const Walk& walk) {
     last_.stage = stage_, last_.turn = turn_, last_.first_token = walk.tile() * kTokens;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) last_.alpha[r] = alpha_[r], last_.back[r] = back_[r];
+    for (int r = 0; r < kRows; ++r) out_[r] *= alpha_[r], last_.back[r] = back_[r];
     stage_.next(plan_.stages), turn_.next(2);
   }
 
@@ -224,8 +223,6 @@ class Softmax {
     if (32 * warp_ < kDim) {
       const uint32_t at = lanes_ + sums_at();
       uint32_t columns[kWeightColumns];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) out_[r] *= last_.alpha[r];
       if (value_.per_channel) {
         for (int group = 0; group < values_.accumulators; ++group) {
           if (last_.first_token + group * value_.group >= length_) break;  // its parameters may be anything
@@ -272,7 +269,7 @@ class Softmax {
     for (int r = 0; r < kRows; ++r) {
       if (r >= real) continue;
       float sum = total(0, r);
-      if (bad_ || !finite_[r]) sum = NAN;
+      if (bad_rows_ >> r & 1) sum = NAN;
       const float x = out_[r] + total(1 + own_set_, r);
       const int64_t query = int64_t{walk.row()} * params_.num_queries + r / ratio;
       const int64_t index = query * params_.num_heads + own_.start.kv_head * ratio + r % ratio;
@@ -314,7 +311,7 @@ class Softmax {
   Turn stage_, turn_, queries_;
   Tile last_;
   int length_, end_[kRows];
-  bool bad_, finite_[kRows];
+  uint32_t bad_rows_;                  // a bit each: the query is not finite, or a page id was out of range
   float max_[kRows];                   // of the logits (base 2) so far
   float sum_[kRows];                   // of the thread's tokens
   float offsets_[kMaxGroups][kRows];   // P * offset, of the thread's tokens

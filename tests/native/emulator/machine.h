@@ -22,7 +22,8 @@ enum class Fault {
   kMissingFlush,     // sums go on from tile to tile
   kMissingWait,      // for the sums
   kMissingFence,     // between a store to shared memory and its use by the tensor cores
-  kMissingStoreWait  // for stores to tensor memory
+  kMissingStoreWait,  // for stores to tensor memory
+  kMissingTensorFence  // tcgen05.fence, between tensor memory and a barrier
 };
 
 // One thing that the first lane of a warp did, for the model of the pipeline.
@@ -307,6 +308,7 @@ class Thread {
   }
   void barrier_init_fence() {}
   void arrive(int barrier) {
+    check(!unordered_, "an arrival that tcgen05.fence::before_thread_sync does not order behind tensor memory");
     cta_.record(thread_, Act::kArrive, barrier);
     cta_.arrive(barrier);
   }
@@ -318,6 +320,7 @@ class Thread {
   void wait(int barrier, uint32_t parity) {
     if (cta_.fault == Fault::kMissingWait && warp() >= kSoftmaxWarp && barrier / 2 == barrier_index(Barrier::kSumsFull, 0) / 2)
       return;
+    waited_ = true;
     cta_.record(thread_, Act::kWait, barrier, static_cast<int>(parity));
     Cta& cta = cta_;
     cta_.fibers.wait([&cta, barrier, parity] { return cta.phase_ended(barrier, parity); });
@@ -331,12 +334,12 @@ class Thread {
   void tensor_free(uint32_t) {}
   template <int kCount>
   void tensor_load(uint32_t address, uint32_t (&x)[kCount]) {
-    cta_.touch_tensor(thread_, Act::kRead, address);
+    touch_tensor(Act::kRead, address);
     load_32x32b(cta_.tensor, address, warp(), lane(), kCount, x);
   }
   template <int kCount>
   void tensor_store(uint32_t address, const uint32_t (&x)[kCount]) {
-    cta_.touch_tensor(thread_, Act::kWrite, address);
+    touch_tensor(Act::kWrite, address);
     uint32_t registers[kCount];
     std::memcpy(registers, x, sizeof(x));
     if (cta_.fault == Fault::kSwappedFragment) std::swap(registers[1], registers[2]);
@@ -345,8 +348,10 @@ class Thread {
   void wait_tensor_stores() {
     if (cta_.fault != Fault::kMissingStoreWait) cta_.apply_stores(thread_);
   }
-  void fence_before_sync() {}
-  void fence_after_sync() {}
+  void fence_before_sync() {
+    if (cta_.fault != Fault::kMissingTensorFence) unordered_ = false;
+  }
+  void fence_after_sync() { waited_ = false; }
 
   void multiply(uint32_t d, uint32_t a, uint64_t b, uint32_t form, bool accumulate) {
     cta_.touch_tensor(thread_, Act::kMultiplyRead, a);
@@ -362,6 +367,11 @@ class Thread {
   }
 
  private:
+  void touch_tensor(Act act, uint32_t address) {
+    check(!waited_, "tensor memory that tcgen05.fence::after_thread_sync does not order behind a wait");
+    unordered_ = true;
+    cta_.touch_tensor(thread_, act, address);
+  }
   void meet(Cta::Meeting& meeting, int size, int place) {
     cta_.meet(meeting, size, place, 0, [](const uint64_t*) { return uint64_t{0}; });
   }
@@ -371,6 +381,7 @@ class Thread {
   static int matrix_at(uint64_t descriptor) { return static_cast<int>((descriptor & 0x3fff) << 4) - Cta::kSharedBase; }
 
   void issue(uint32_t d, uint64_t a, bool a_shared, uint64_t b, uint32_t form, bool accumulate) {
+    check(!waited_, "a product that tcgen05.fence::after_thread_sync does not order behind a wait");
     cta_.touch(thread_, Act::kMultiplyRead, matrix_at(b));
     cta_.touch_tensor(thread_, Act::kMultiplyWrite, d);
     const int column = static_cast<int>(d & 0xffff);
@@ -383,6 +394,7 @@ class Thread {
   Cta& cta_;
   const int thread_;
   int flushed_ = 0;
+  bool waited_ = false, unordered_ = false;
 };
 
 }  // namespace emulator
