@@ -434,6 +434,13 @@ def missing_code(module: Path, architectures: str) -> list[str]:
     return missing
 
 
+def has_tcgen05_code(module: Path) -> bool:
+    """Some of the module's code is the tcgen05 kernel; cuobjdump lists sm_100f as sm_100."""
+    with tempfile.TemporaryDirectory() as folder:
+        call(tool("cuobjdump"), "-xelf", ".sm_100", module.resolve(), cwd=Path(folder))
+        return any(b"decode_tcgen05ILi128ELi8E" in cubin.read_bytes() for cubin in Path(folder).glob("*.cubin"))
+
+
 def find_module() -> Path | None:
     spec = importlib.util.find_spec("jax_foscar._cuda") if importlib.util.find_spec("jax_foscar") else None
     return Path(spec.origin) if spec is not None and spec.origin else None

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jax_foscar import Quant
 from support import dequantize, pack, quantize
+
+from jax_foscar import Quant
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,11 +35,30 @@ class Fault(IntEnum):
     MISSING_TENSOR_FENCE = 7
 
 
-SIZES = (
-    "batch num_queries num_heads num_kv_heads pools layers pages page_size table_width causal dim key_bits "
-    "key_per_channel key_group value_bits value_per_channel value_group blocks stages seed fault"
-).split()
-ARRAYS = "q key_codes value_codes key_params value_params page_table length layer out lse".split()
+SIZES = [
+    "batch",
+    "num_queries",
+    "num_heads",
+    "num_kv_heads",
+    "pools",
+    "layers",
+    "pages",
+    "page_size",
+    "table_width",
+    "causal",
+    "dim",
+    "key_bits",
+    "key_per_channel",
+    "key_group",
+    "value_bits",
+    "value_per_channel",
+    "value_group",
+    "blocks",
+    "stages",
+    "seed",
+    "fault",
+]
+ARRAYS = ["q", "key_codes", "value_codes", "key_params", "value_params", "page_table", "length", "layer", "out", "lse"]
 
 
 class Act(IntEnum):
@@ -152,7 +172,8 @@ class Problem:
             "table_width": arrays["page_table"].shape[1], "causal": self.causal,
             "key_bits": self.key.bits, "key_per_channel": self.key.per == "channel", "key_group": self.key.group or dim,
             "value_bits": self.value.bits, "value_per_channel": self.value.per == "channel",
-            "value_group": self.value.group or dim, "blocks": blocks or 3 * heads, "stages": stages, "seed": seed, "fault": fault,
+            "value_group": self.value.group or dim, "blocks": blocks or 3 * heads, "stages": stages, "seed": seed,
+            "fault": fault,
         }  # fmt: skip
         # Copies: bulk copies want multiples of 16 bytes, which malloc gives.
         kept = {name: np.ascontiguousarray(x) for name, x in arrays.items()}

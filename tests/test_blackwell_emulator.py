@@ -8,8 +8,9 @@ import itertools
 import numpy as np
 import pytest
 from blackwell import Fault, Problem
-from jax_foscar import Quant
 from support import relative_l2
+
+from jax_foscar import Quant
 
 BOUND = 1e-3
 DIRECTIONS = {  # keys, values; the group where it is not the head
@@ -85,8 +86,17 @@ def test_ragged(directions, blocks):
     assert_right(problem("randn", directions, (2, 4), 64, 4, LENGTHS, heads=2), blocks=blocks)
 
 
-@pytest.mark.parametrize("options", [{"num_queries": 2}, {"num_queries": 8, "ratio": 1}, {"causal": False}, {"ratio": 3},
-                                     {"page_size": 128}, {"ratio": 1, "num_queries": 5, "causal": False}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_queries": 2},
+        {"num_queries": 8, "ratio": 1},
+        {"causal": False},
+        {"ratio": 3},
+        {"page_size": 128},
+        {"ratio": 1, "num_queries": 5, "causal": False},
+    ],
+)
 def test_calls(options):
     for directions in ("token-channel", "channel-token"):
         assert_right(problem("randn", directions, (4, 2), lengths=[2, 200, 384], **options))

@@ -1,9 +1,10 @@
 """The Blackwell kernel's synchronisation, over all interleavings: no deadlock, no buffer written while it is read.
 
-A warp's program is what the emulator recorded of it: waits and arrivals at mbarriers, and the buffers it touches between
-two of them. Programs have no branches that depend on timing, so a state is each warp's place in its program and how far
-copies and products, which finish later than they are issued, have come. Every reachable state is visited. Two accesses
-to a buffer, one of them a write, that are possible in the same state are an error; so is a state that nothing leaves.
+A warp's program is what the emulator recorded of it: waits and arrivals at mbarriers, and the buffers it touches
+between two of them. Programs have no branches that depend on timing, so a state is each warp's place in its program and
+how far copies and products, which finish later than they are issued, have come. Every reachable state is visited. Two
+accesses to a buffer, one of them a write, that are possible in the same state are an error; so is a state that nothing
+leaves.
 
 A role of several warps is modelled by two where that keeps the states few, else by one; the arrivals that a barrier
 counts are then those of the modelled warps.
@@ -16,6 +17,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from blackwell import Act, Problem, barriers
+
 from jax_foscar import Quant
 
 COPIES, PRODUCTS, QUERIES, BUILDERS, SOFTMAX = (0,), (1,), (2, 3), (4, 5, 6, 7), (8, 9, 10, 11)
@@ -52,7 +54,7 @@ def programs(trace, warps):
     return found
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """What a model was found to do."""
 
 
@@ -81,7 +83,7 @@ class Model:
         return issued
 
     def explore(self):
-        """The number of states; raises Wrong."""
+        """The number of states; raises WrongError."""
         # (places, arrivals per barrier so far, copies under way, products under way)
         names = sorted(self.arrivals)
         index = {name: i for i, name in enumerate(names)}
@@ -120,7 +122,7 @@ class Model:
             if products:  # in the order of issue
                 following.append((places, arrived(counts, products[0][0]), copies, products[1:]))
             if not following and any(place < len(program) for place, program in zip(places, self.steps, strict=True)):
-                raise Wrong("deadlock")
+                raise WrongError("deadlock")
             for state in following:
                 if state not in seen:
                     seen.add(state)
@@ -142,7 +144,7 @@ class Model:
         for buffer, role in writers:
             for other, other_role in (*readers, *writers):
                 if other == buffer and other_role != role:
-                    raise Wrong(f"{BUFFERS[buffer]} is written while it is used")
+                    raise WrongError(f"{BUFFERS[buffer]} is written while it is used")
 
 
 @functools.cache
@@ -264,7 +266,7 @@ def test_a_missing_wait_is_noticed(role, name):
     if (role, name) in IMPLIED:
         broken.explore()
         return
-    with pytest.raises(Wrong):
+    with pytest.raises(WrongError):
         broken.explore()
 
 
@@ -273,13 +275,13 @@ def test_a_missing_phase_flip_is_noticed(role, name):
     if (role, name) in IMPLIED:
         return
     broken = model(trace_of("cc"), True, ONE_EACH, without_flip(role, name))
-    with pytest.raises(Wrong):
+    with pytest.raises(WrongError):
         broken.explore()
 
 
 @pytest.mark.parametrize("name", sorted({name for _, name in WAITS}))
 def test_a_wrong_count_is_noticed(name):
-    with pytest.raises(Wrong):
+    with pytest.raises(WrongError):
         model(trace_of("cc"), True, ONE_EACH, counts={name: 1}).explore()
 
 
@@ -287,5 +289,5 @@ def test_a_wrong_count_is_noticed(name):
                                               ("queries full", QUERIES[1]), ("weights full", SOFTMAX[1]),
                                               ("sums free", SOFTMAX[1])])  # fmt: skip
 def test_a_count_too_low_is_noticed(name, second):
-    with pytest.raises(Wrong):
+    with pytest.raises(WrongError):
         model(trace_of("cc", (384,)), True, sorted([*ONE_EACH, second]), counts={name: -1}).explore()

@@ -85,7 +85,9 @@ def test_sm100_kernel(built, answer, line):
     assert config._sm100_kernel(SimpleNamespace(has_tcgen05=built, uses_tcgen05=uses_tcgen05)).startswith(line)
 
 
-@pytest.mark.parametrize(("value", "uses"), [("", "False"), ("tcgen05", "True"), ("tcgen", "'tcgen'; it must be 'tcgen05'")])
+@pytest.mark.parametrize(
+    ("value", "uses"), [("", "False"), ("tcgen05", "True"), ("tcgen", "'tcgen'; it must be 'tcgen05'")]
+)
 def test_sm100_variable(value, uses):
     """Read once, by the module; anything but its one value is an error that names it."""
     if native.module("cuda") is None:

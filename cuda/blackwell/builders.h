@@ -30,7 +30,8 @@ struct KeyWords {
 // 4-bit keys through tensor memory, 16 tokens a store: registers 4 b + 2 h + f of lane 4 g + c go to lane 8 h + g,
 // column 8 b + 2 c + f.
 template <int kDim, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void build_keys4(Machine& m, const SharedPlan& plan, int stage, uint32_t columns, int warp) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void build_keys4(Machine& m, const SharedPlan& plan, int stage,
+                                                              uint32_t columns, int warp) {
   KeyWords<kDim, 4, Machine> words;
   words.load(m, plan.key_codes_at(stage), plan.key_codes, warp);
   constexpr int kBlocks = num_blocks(4, kDim);
@@ -50,7 +51,8 @@ template <int kDim, class Machine>
 
 // 2-bit keys through shared memory, in the only place where a byte holds two codes.
 template <int kDim, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void build_keys2(Machine& m, const SharedPlan& plan, int stage, int operand_at, int warp) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void build_keys2(Machine& m, const SharedPlan& plan, int stage,
+                                                              int operand_at, int warp) {
   KeyWords<kDim, 2, Machine> words;
   words.load(m, plan.key_codes_at(stage), plan.key_codes, warp);
   constexpr int kBlocks = num_blocks(2, kDim);
@@ -66,7 +68,8 @@ template <int kDim, class Machine>
 
 // Values, 16 channels a store: registers 4 n + 2 h + e of lane 4 g + c go to lane 8 h + g, column 8 n + 2 c + e.
 template <int kBits, int kFirstField, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void build_value_fields(Machine& m, const Word4 (&words)[4], uint32_t columns, int warp) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void build_value_fields(Machine& m, const Word4 (&words)[4],
+                                                                     uint32_t columns, int warp) {
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
     uint32_t registers[16];
@@ -80,7 +83,8 @@ template <int kBits, int kFirstField, class Machine>
 }
 
 template <int kDim, int kBits, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void build_values(Machine& m, const SharedPlan& plan, int stage, uint32_t columns, int warp) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void build_values(Machine& m, const SharedPlan& plan, int stage,
+                                                               uint32_t columns, int warp) {
   if (32 * warp >= kDim) return;  // those lanes' sums are never read
   // The row block of the warp's 32 channels: all of its fields at 4 bits, two of four at 2.
   constexpr int kBlocks = num_blocks(kBits, kDim);
@@ -101,7 +105,8 @@ template <int kDim, int kBits, class Machine>
 }
 
 template <int kDim, int kRows, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void run_builders(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void run_builders(Machine& m, const DecodeParams& params,
+                                                               const Launch& launch, Own<kRows>& own) {
   const SharedPlan& plan = launch.shared;
   const int warp = m.warp() - kBuilderWarp;
   Turn stage, turn;

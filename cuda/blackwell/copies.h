@@ -5,12 +5,13 @@
 
 namespace jax_foscar::blackwell {
 
-// Page ids of the row's next 64 half tiles, a lane two of them: read long before their copies, which would else wait for
-// each in turn.
+// Page ids of the row's next 64 half tiles, a lane two of them: read long before their copies, which would else wait
+// for each in turn.
 template <class Machine>
 class PageIds {
  public:
-  [[gnu::always_inline]] JF_HOST_DEVICE PageIds(const DecodeParams& params, int page_tiles) : params_(params), page_tiles_(page_tiles) {}
+  [[gnu::always_inline]] JF_HOST_DEVICE PageIds(const DecodeParams& params, int page_tiles)
+      : params_(params), page_tiles_(page_tiles) {}
 
   [[gnu::always_inline]] JF_HOST_DEVICE void start(Machine& m, const Walk& walk) {
     table_ = params_.page_table + int64_t{params_.row_entry(walk.row(), params_.table_rows)} * params_.table_width;
@@ -25,7 +26,9 @@ class PageIds {
   }
 
  private:
-  [[gnu::always_inline]] JF_HOST_DEVICE int load(int half) const { return half < halves_ ? table_[half / page_tiles_] : 0; }
+  [[gnu::always_inline]] JF_HOST_DEVICE int load(int half) const {
+    return half < halves_ ? table_[half / page_tiles_] : 0;
+  }
 
   const DecodeParams& params_;
   const int page_tiles_;
@@ -35,14 +38,16 @@ class PageIds {
 
 // One half tile of keys or values: codes and pairs, each contiguous in its page.
 template <class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void copy_half(Machine& m, const OperandParams& operand, int64_t tile, int codes_at, int codes,
-                              int pairs_at, int pairs, int barrier) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void copy_half(Machine& m, const OperandParams& operand, int64_t tile,
+                                                            int codes_at, int codes, int pairs_at, int pairs,
+                                                            int barrier) {
   m.bulk_copy(codes_at, operand.codes + tile * codes, codes, barrier);
   m.bulk_copy(pairs_at, static_cast<const uint8_t*>(operand.params) + tile * pairs, pairs, barrier);
 }
 
 template <int kRows, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void run_copies(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void run_copies(Machine& m, const DecodeParams& params,
+                                                             const Launch& launch, Own<kRows>& own) {
   const SharedPlan& plan = launch.shared;
   PageIds<Machine> ids(params, launch.page_tiles);
   Turn turn;
@@ -64,8 +69,8 @@ template <int kRows, class Machine>
     m.expect(barrier, halves * (plan.key_codes + plan.value_codes + plan.key_pairs + plan.value_pairs));
     for (int half = 0; half < halves; ++half) {
       const int64_t page = params.page_index(walk.row(), walk.layer(), id[half]);
-      const int64_t tile = (page * params.num_kv_heads + own.start.kv_head) * launch.page_tiles +
-                           (first + half) % launch.page_tiles;
+      const int64_t tile =
+          (page * params.num_kv_heads + own.start.kv_head) * launch.page_tiles + (first + half) % launch.page_tiles;
       copy_half(m, params.key, tile, plan.key_codes_at(turn.slot) + half * plan.key_codes, plan.key_codes,
                 plan.key_pairs_at(turn.slot) + half * plan.key_pairs, plan.key_pairs, barrier);
       copy_half(m, params.value, tile, plan.value_codes_at(turn.slot) + half * plan.value_codes, plan.value_codes,

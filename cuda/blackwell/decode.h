@@ -1,7 +1,7 @@
 // The Blackwell decode kernel's body: affine folding on tcgen05 with f8f6f4 operands.
 //
-// Grid: one CTA an SM, each with a range of tiles of one KV head (walk.h).  The roles (pipeline.h) then work on the same
-// tiles, each with a loop of its own.
+// Grid: one CTA an SM, each with a range of tiles of one KV head (walk.h).  The roles (pipeline.h) then work on the
+// same tiles, each with a loop of its own.
 #pragma once
 
 #include "builders.h"

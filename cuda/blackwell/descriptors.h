@@ -9,7 +9,8 @@ namespace jax_foscar::blackwell {
 
 // A matrix in shared memory without swizzle: core matrices of 8 x 16 bytes, 128 bytes each.
 //
-//   K-major   a core matrix is 8 rows, 16 bytes along k each; `leading` bytes to the next one along k, `stride` bytes to
+//   K-major   a core matrix is 8 rows, 16 bytes along k each; `leading` bytes to the next one along k, `stride` bytes
+//   to
 //             the next 8 rows
 //   MN-major  a core matrix is 8 k, 16 bytes along n each; `leading` bytes to the next 8 k, `stride` bytes to the next
 //             16 bytes along n

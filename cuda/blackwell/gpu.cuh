@@ -43,17 +43,25 @@ class Gpu {
 
   // --- Barriers, by number; they lie at the start of the roles' state ---
   __device__ __forceinline__ void set_barriers(int at) { barriers_ = base_ + at; }
-  __device__ __forceinline__ void barrier_init(int barrier, int arrivals) { ptx::barrier_init(address(barrier), arrivals); }
+  __device__ __forceinline__ void barrier_init(int barrier, int arrivals) {
+    ptx::barrier_init(address(barrier), arrivals);
+  }
   __device__ __forceinline__ void barrier_init_fence() { cuda::ptx::mbarrier_init_fence(); }
   __device__ __forceinline__ void arrive(int barrier) { ptx::arrive(address(barrier)); }
-  __device__ __forceinline__ void expect(int barrier, int bytes) { cuda::ptx::mbarrier_expect(address(barrier), bytes); }
-  __device__ __forceinline__ void wait(int barrier, uint32_t parity) { cuda::ptx::mbarrier_wait(address(barrier), parity); }
+  __device__ __forceinline__ void expect(int barrier, int bytes) {
+    cuda::ptx::mbarrier_expect(address(barrier), bytes);
+  }
+  __device__ __forceinline__ void wait(int barrier, uint32_t parity) {
+    cuda::ptx::mbarrier_wait(address(barrier), parity);
+  }
   __device__ __forceinline__ void bulk_copy(int to, const void* from, int bytes, int barrier) {
     cuda::ptx::bulk_copy(base_ + to, from, bytes, address(barrier));
   }
 
   // --- Tensor memory ---
-  __device__ __forceinline__ void tensor_alloc(uint32_t* to) { ptx::tensor_alloc(ptx::shared_address(to), kTensorColumns); }
+  __device__ __forceinline__ void tensor_alloc(uint32_t* to) {
+    ptx::tensor_alloc(ptx::shared_address(to), kTensorColumns);
+  }
   __device__ __forceinline__ void tensor_free(uint32_t base) { ptx::tensor_free(base, kTensorColumns); }
   // Waits for the values, too.
   template <int kCount>

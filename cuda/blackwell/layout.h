@@ -57,9 +57,9 @@ JF_HOST_DEVICE constexpr uint64_t b_descriptor(uint32_t base, int depth, int ste
   return shared_descriptor(base + 4 * kCoreBytes * step, kCoreBytes, 16 * depth);
 }
 
-// Four columns a row, because N is a multiple of 16 and rows come in fours: part p of row r is number p * rows + r of its
-// set.  Queries use all four parts (three leave 2e-3 where one channel outweighs the rest); weights, which are relative
-// to the tile's largest, use three and leave the last columns as they are.
+// Four columns a row, because N is a multiple of 16 and rows come in fours: part p of row r is number p * rows + r of
+// its set.  Queries use all four parts (three leave 2e-3 where one channel outweighs the rest); weights, which are
+// relative to the tile's largest, use three and leave the last columns as they are.
 inline constexpr int kSetParts = 4, kQueryParts = 4, kWeightParts = 3;
 JF_HOST_DEVICE constexpr int set_columns(int rows) { return kSetParts * rows; }
 

@@ -6,9 +6,9 @@
 //   warps 4 - 7   builders    packed words -> A of the scores and of the sums
 //   warps 8 - 11  softmax     scores -> weights, B of the sums; sums -> outputs
 //
-// A `full` barrier says that a buffer may be read, a `free` one that it may be written again.  Some say more: scores being
-// full, that their A has been read; weights being full, that the scores have; sums being full, that their A and B have.
-// tests/test_blackwell_pipeline.py explores what the roles do with these, over all interleavings.
+// A `full` barrier says that a buffer may be read, a `free` one that it may be written again.  Some say more: scores
+// being full, that their A has been read; weights being full, that the scores have; sums being full, that their A and B
+// have. tests/test_blackwell_pipeline.py explores what the roles do with these, over all interleavings.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Warp 1, one thread: issues the products.  The scores of tile i + 1 come before the sums of tile i, so that the softmax
-// of one tile runs beside the products of its neighbours.
+// Warp 1, one thread: issues the products.  The scores of tile i + 1 come before the sums of tile i, so that the
+// softmax of one tile runs beside the products of its neighbours.
 #pragma once
 
 #include "roles.h"
@@ -9,7 +9,8 @@ namespace jax_foscar::blackwell {
 template <int kDim, class Machine>
 class Products {
  public:
-  [[gnu::always_inline]] JF_HOST_DEVICE Products(Machine& m, const DecodeParams& params, const SharedPlan& plan, uint32_t base, int rows)
+  [[gnu::always_inline]] JF_HOST_DEVICE Products(Machine& m, const DecodeParams& params, const SharedPlan& plan,
+                                                 uint32_t base, int rows)
       : m_(m),
         plan_(plan),
         base_(base),
@@ -58,8 +59,8 @@ class Products {
     const uint32_t form = instruction_descriptor(Element::kE4M3, values_.columns);
     for (int step = 0; step < kSteps; ++step) {
       // Never across tiles: codes are all positive and the sums truncate, so that the error would grow (DESIGN 1).
-      m_.multiply(base_ + sums_at() + step / steps * values_.columns, a + 8 * step, b_descriptor(b, kTokens, step), form,
-                  step % steps != 0);
+      m_.multiply(base_ + sums_at() + step / steps * values_.columns, a + 8 * step, b_descriptor(b, kTokens, step),
+                  form, step % steps != 0);
     }
     m_.commit(barrier_index(Barrier::kSumsFull, sums_.slot));
     sums_.next(2), read_.next(1);
@@ -89,7 +90,8 @@ template <int kDim, int kRows, class Machine>
 }
 
 template <int kDim, int kRows, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void run_products(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void run_products(Machine& m, const DecodeParams& params,
+                                                               const Launch& launch, Own<kRows>& own) {
   if (m.lane() == 0) issue_products<kDim, kRows>(m, params, launch, own);
   m.sync_warp();
 }

@@ -1,7 +1,7 @@
 // Warps 2 and 3: the queries as B of the scores, in four E4M3 parts.
 //
-// Keys per token: once an item; what the tensor core saw of a query, not the query, is summed for the offsets.  Keys per
-// channel: for every tile and token group, Q * scale, and the f32 sum of Q * offset.
+// Keys per token: once an item; what the tensor core saw of a query, not the query, is summed for the offsets.  Keys
+// per channel: for every tile and token group, Q * scale, and the f32 sum of Q * offset.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ class Queries {
  public:
   static constexpr int kEach = kDim / (32 * kQueryWarps);  // channels a thread
 
-  [[gnu::always_inline]] JF_HOST_DEVICE Queries(Machine& m, const DecodeParams& params, const SharedPlan& plan, Own<kRows>& own)
+  [[gnu::always_inline]] JF_HOST_DEVICE Queries(Machine& m, const DecodeParams& params, const SharedPlan& plan,
+                                                Own<kRows>& own)
       : m_(m), params_(params), plan_(plan), own_(own), warp_(m.warp() - kQueryWarp), key_(params.key) {}
 
   [[gnu::always_inline]] JF_HOST_DEVICE void load(int row) {
@@ -148,7 +149,8 @@ class Queries {
 };
 
 template <int kDim, int kRows, class Machine>
-[[gnu::always_inline]] JF_HOST_DEVICE inline void run_queries(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own) {
+[[gnu::always_inline]] JF_HOST_DEVICE inline void run_queries(Machine& m, const DecodeParams& params,
+                                                              const Launch& launch, Own<kRows>& own) {
   const bool per_channel = params.key.per_channel;
   Queries<kDim, kRows, Machine> queries(m, params, launch.shared, own);
   Turn stage, turn;

@@ -30,7 +30,7 @@ struct Own {
   // Magnitudes are kept as bits: an integer maximum keeps NaN and infinity (operands.h, split_scale).
   uint32_t row_largest[kQueryWarps][kRows];
   uint32_t query_largest[kQueryWarps][kMaxGroups][kRows];
-  float query_sums[kMaxGroups][kRows];                 // per token, of 32 channels each
+  float query_sums[kMaxGroups][kRows];                  // per token, of 32 channels each
   float query_offsets[kQueryWarps][kMaxGroups][kRows];  // per channel
   uint32_t score_largest[2][kSoftmaxWarps][kRows];
   uint32_t weight_largest[2][kSoftmaxWarps][kMaxGroups][kRows];

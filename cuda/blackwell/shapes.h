@@ -9,12 +9,14 @@ namespace jax_foscar::blackwell {
 inline const char* refuse_shape(const DecodeParams& params) {
   const int64_t rows = int64_t{params.num_queries} * (params.num_heads / params.num_kv_heads);
   const int dim = params.key.dim;
-  if (dim != params.value.dim || (dim != 64 && dim != 128)) return "the tcgen05 kernel does not take head dims other than 64 and 128";
+  if (dim != params.value.dim || (dim != 64 && dim != 128))
+    return "the tcgen05 kernel does not take head dims other than 64 and 128";
   if (rows > 8) return "the tcgen05 kernel does not take more than 8 query rows a KV head";
   if (params.param_dtype != DType::kF16) return "the tcgen05 kernel does not take parameters that are not float16";
   if (params.windows.ring != 0) return "the tcgen05 kernel does not take exact tokens";
   const Features& f = params.features;
-  if (f.window_left != kUnbounded || (!f.causal && f.window_right != kUnbounded)) return "the tcgen05 kernel does not take a local window";
+  if (f.window_left != kUnbounded || (!f.causal && f.window_right != kUnbounded))
+    return "the tcgen05 kernel does not take a local window";
   if (f.soft_cap != 0.0f || f.sinks != nullptr || f.query_lengths != nullptr || f.tree_mask != nullptr)
     return "the tcgen05 kernel does not take a soft cap, sinks, query lengths or a draft tree";
   for (const OperandParams* operand : {&params.key, &params.value}) {

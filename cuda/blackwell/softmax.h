@@ -28,7 +28,8 @@ class Softmax {
   static constexpr int kColumns = set_columns(kRows);
   static constexpr int kQueryColumns = kQueryParts * kRows, kWeightColumns = kWeightParts * kRows;  // that are read
 
-  [[gnu::always_inline]] JF_HOST_DEVICE Softmax(Machine& m, const DecodeParams& params, const Launch& launch, Own<kRows>& own)
+  [[gnu::always_inline]] JF_HOST_DEVICE Softmax(Machine& m, const DecodeParams& params, const Launch& launch,
+                                                Own<kRows>& own)
       : m_(m),
         params_(params),
         launch_(launch),
@@ -96,8 +97,7 @@ class Softmax {
       m_.tensor_load(at + set * kColumns, columns);
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
-        scores[r] =
-            join_columns<kRows>(columns, r) * factor(set * kRows + r) + factor(kOffset + set * kRows + r);
+        scores[r] = join_columns<kRows>(columns, r) * factor(set * kRows + r) + factor(kOffset + set * kRows + r);
       return;
     }
     for (int group = 0; group < keys_.accumulators; ++group) {
@@ -107,8 +107,8 @@ class Softmax {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float offset = pair.offset * factor(kOffset + group * kRows + r);
-        scores[r] = pair.scale * (join_columns<kRows>(columns, r) * factor(r)) +
-                    (group == 0 ? offset : offset + scores[r]);
+        scores[r] =
+            pair.scale * (join_columns<kRows>(columns, r) * factor(r)) + (group == 0 ? offset : offset + scores[r]);
       }
     }
   }
@@ -201,7 +201,7 @@ class Softmax {
           if (set == own_set_) back_[r + i] = scales[i].down * value_unit_;
         }
         parts[r / 2] = split_pair<kWeightParts>(weight(p[r], sees(token, r), pair) * scales[0].up,
-                                                 weight(p[r + 1], sees(token, r + 1), pair) * scales[1].up);
+                                                weight(p[r + 1], sees(token, r + 1), pair) * scales[1].up);
       }
       store_parts<kRows>(m_, plan_.weights_at(turn_.slot), kTokens, value_k(thread_), set, parts);
     }
@@ -311,11 +311,11 @@ class Softmax {
   Turn stage_, turn_, queries_;
   Tile last_;
   int length_, end_[kRows];
-  uint32_t bad_rows_;                  // a bit each: the query is not finite, or a page id was out of range
-  float max_[kRows];                   // of the logits (base 2) so far
-  float sum_[kRows];                   // of the thread's tokens
-  float offsets_[kMaxGroups][kRows];   // P * offset, of the thread's tokens
-  float out_[kRows];                   // of the thread's channel, all tokens
+  uint32_t bad_rows_;                 // a bit each: the query is not finite, or a page id was out of range
+  float max_[kRows];                  // of the logits (base 2) so far
+  float sum_[kRows];                  // of the thread's tokens
+  float offsets_[kMaxGroups][kRows];  // P * offset, of the thread's tokens
+  float out_[kRows];                  // of the thread's channel, all tokens
   float alpha_[kRows], back_[kRows];
 };
 

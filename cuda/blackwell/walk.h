@@ -14,8 +14,7 @@ struct RowShape {
 
 JF_HOST_DEVICE inline RowShape row_shape(const DecodeParams& params, int row) {
   const int length = params.row_queries(row).length, layer = params.layer[params.row_entry(row, params.layer_rows)];
-  const bool bad =
-      length > int64_t{params.table_width} * params.page_size || layer < 0 || layer >= params.layers;
+  const bool bad = length > int64_t{params.table_width} * params.page_size || layer < 0 || layer >= params.layers;
   return {length, layer, bad ? 0 : (length + kTokens - 1) / kTokens};
 }
 
@@ -24,8 +23,8 @@ struct Start {
   int count;  // tiles of the range
 };
 
-// Called by all threads.  Every CTA sums all rows' tiles, a thread `chunk` neighbouring rows; the thread whose rows hold
-// the range's first tile walks them.  CTA 0 leaves each row's first tile in `row_start`, for the combine kernel.
+// Called by all threads.  Every CTA sums all rows' tiles, a thread `chunk` neighbouring rows; the thread whose rows
+// hold the range's first tile walks them.  CTA 0 leaves each row's first tile in `row_start`, for the combine kernel.
 template <class Machine>
 JF_HOST_DEVICE void find_start(Machine& m, const DecodeParams& params, int* row_start, int* scan, Start* start) {
   const int thread = m.thread(), lane = m.lane(), warp = m.warp(), batch = params.batch;

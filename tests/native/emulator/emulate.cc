@@ -79,8 +79,7 @@ void combine(const DecodeParams& params, const Launch& launch, int blocks, int r
         for (int d = 0; d < dim; ++d) total[d] += weight * piece(p)[in_item * dim + d];
       }
       for (int d = 0; d < dim; ++d) out[d] = sum == 0 ? 0.0f : static_cast<float>(total[d] / sum);
-      params.lse[index] =
-          sum == 0 ? -INFINITY : static_cast<float>(max * 0.69314718055994531 + std::log(sum));
+      params.lse[index] = sum == 0 ? -INFINITY : static_cast<float>(max * 0.69314718055994531 + std::log(sum));
     }
   }
 }
@@ -114,8 +113,8 @@ std::vector<Event> emulate(const Sizes& s, const Arrays& a, float scale) {
   std::vector<float> pieces(2 * blocks * piece_floats(rows, s.dim), NAN);
   Launch launch = {};
   launch.row_start = row_start.data(), launch.pieces = pieces.data();
-  const auto run = s.dim == 64 ? (rows == 4 ? run_ctas<64, 4> : run_ctas<64, 8>)
-                               : (rows == 4 ? run_ctas<128, 4> : run_ctas<128, 8>);
+  const auto run =
+      s.dim == 64 ? (rows == 4 ? run_ctas<64, 4> : run_ctas<64, 8>) : (rows == 4 ? run_ctas<128, 4> : run_ctas<128, 8>);
   std::vector<Event> trace = run(params, launch, s);
   combine(params, launch, blocks, rows);
   return trace;

@@ -17,12 +17,12 @@ using namespace jax_foscar::blackwell;
 // What a test may break, to see that it is noticed.
 enum class Fault {
   kNone,
-  kSwizzleBit,       // B's descriptor says that it is swizzled
-  kSwappedFragment,  // two registers of a store to tensor memory
-  kMissingFlush,     // sums go on from tile to tile
-  kMissingWait,      // for the sums
-  kMissingFence,     // between a store to shared memory and its use by the tensor cores
-  kMissingStoreWait,  // for stores to tensor memory
+  kSwizzleBit,         // B's descriptor says that it is swizzled
+  kSwappedFragment,    // two registers of a store to tensor memory
+  kMissingFlush,       // sums go on from tile to tile
+  kMissingWait,        // for the sums
+  kMissingFence,       // between a store to shared memory and its use by the tensor cores
+  kMissingStoreWait,   // for stores to tensor memory
   kMissingTensorFence  // tcgen05.fence, between tensor memory and a barrier
 };
 
@@ -87,7 +87,9 @@ class Cta {
     }
   }
 
-  uint8_t* shared() { return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(shared_.data()) + 127) & ~127ull); }
+  uint8_t* shared() {
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(shared_.data()) + 127) & ~127ull);
+  }
 
   // --- Barriers: mbarrier objects, with arrivals and bytes pending in the current phase ---
   struct MBarrier {
@@ -167,14 +169,15 @@ class Cta {
     pending_stores_[thread].clear();
   }
 
-  // Threads of one group meet: each leaves a value and reads any other's.  Two buffers, for a fast thread may already be
-  // at the next meeting.
+  // Threads of one group meet: each leaves a value and reads any other's.  Two buffers, for a fast thread may already
+  // be at the next meeting.
   struct Meeting {
     int count = 0;
     uint64_t round = 0;
     uint64_t values[2][kThreads] = {};
   };
-  uint64_t meet(Meeting& meeting, int size, int place, uint64_t value, const std::function<uint64_t(const uint64_t*)>& f) {
+  uint64_t meet(Meeting& meeting, int size, int place, uint64_t value,
+                const std::function<uint64_t(const uint64_t*)>& f) {
     const uint64_t round = meeting.round;
     meeting.values[round % 2][place] = value;
     if (++meeting.count == size) {
@@ -318,7 +321,8 @@ class Thread {
     cta_.arrive(barrier);
   }
   void wait(int barrier, uint32_t parity) {
-    if (cta_.fault == Fault::kMissingWait && warp() >= kSoftmaxWarp && barrier / 2 == barrier_index(Barrier::kSumsFull, 0) / 2)
+    if (cta_.fault == Fault::kMissingWait && warp() >= kSoftmaxWarp &&
+        barrier / 2 == barrier_index(Barrier::kSumsFull, 0) / 2)
       return;
     waited_ = true;
     cta_.record(thread_, Act::kWait, barrier, static_cast<int>(parity));

@@ -184,7 +184,8 @@ inline void load_32x32b(TensorMemory& memory, uint32_t address, int warp, int la
   for (int i = 0; i < count; ++i) registers[i] = memory.at(address, lane, i);
 }
 
-// 256 bits of 16 lanes: thread 4 g + c has columns 2 c, 2 c + 1 of lane g, then of lane g + 8; repeated every 8 columns.
+// 256 bits of 16 lanes: thread 4 g + c has columns 2 c, 2 c + 1 of lane g, then of lane g + 8; repeated every 8
+// columns.
 inline void store_16x256b(TensorMemory& memory, uint32_t address, int warp, int lane, int count,
                           const uint32_t* registers) {
   check_quarter(address, warp, 16);
