@@ -291,6 +291,7 @@ class Thread {
   uint32_t shared_address(int at) const { return Cta::kSharedBase + at; }
   template <typename T>
   T load(int at) {
+    check_access(at, sizeof(T));
     cta_.touch(thread_, Act::kRead, at);
     T x;
     std::memcpy(&x, shared() + at, sizeof(T));
@@ -298,6 +299,7 @@ class Thread {
   }
   template <typename T>
   void store(int at, T x) {
+    check_access(at, sizeof(T));
     cta_.touch(thread_, Act::kWrite, at);
     std::memcpy(shared() + at, &x, sizeof(T));
     cta_.mark_store(thread_, at, sizeof(T));
@@ -330,6 +332,7 @@ class Thread {
     cta_.fibers.wait([&cta, barrier, parity] { return cta.phase_ended(barrier, parity); });
   }
   void bulk_copy(int to, const void* from, int bytes, int barrier) {
+    check(to >= 0 && to + bytes <= cta_.plan.own_at(), "a copy outside the buffers");
     cta_.touch(thread_, Act::kCopy, to);
     cta_.add_copy({to, static_cast<const uint8_t*>(from), bytes, barrier});
   }
@@ -375,6 +378,10 @@ class Thread {
     check(!waited_, "tensor memory that tcgen05.fence::after_thread_sync does not order behind a wait");
     unordered_ = true;
     cta_.touch_tensor(thread_, act, address);
+  }
+  void check_access(int at, int bytes) {
+    check(at >= 0 && at + bytes <= cta_.plan.total(), "an access outside shared memory");
+    check(at % bytes == 0, "a misaligned access to shared memory");
   }
   void meet(Cta::Meeting& meeting, int size, int place) {
     cta_.meet(meeting, size, place, 0, [](const uint64_t*) { return uint64_t{0}; });
