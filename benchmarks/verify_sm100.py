@@ -22,6 +22,8 @@ PYTEST = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "tests/test_blackwel
 BENCHMARK = [sys.executable, "benchmarks/decode.py", "--no-peers", "--shapes", "batch128", "batch16", "single"]
 BENCHMARK += ["dim64", "--formats", "k4t,v4t", "k2t,v2t", "k4c64,v4t64", "k2c64,v2t64", "k4t64,v4c64", "k2t64,v2c64"]
 SANITIZED = "test_formats and (k4t-v4t or k2c64-v2t64 or k2t32-v4c32) or test_dtypes"
+# Elsewhere the tests skip themselves, which is no verification.
+THERE = "import sys; sys.path.insert(0, 'tests'); import test_blackwell_gpu as t; sys.exit(not t.there())"
 MINUTES = 60  # a step may take
 
 
@@ -58,6 +60,8 @@ def main() -> None:
         run(report, "GPU", ["nvidia-smi"])
         run(report, "configuration", [sys.executable, "-P", "-m", "jax_foscar"])
         run(report, "revision", ["git", "log", "-1", "--oneline"])
+        if not run(report, "the kernel serves this GPU", [sys.executable, "-P", "-c", THERE]):
+            sys.exit("Needs a GPU of compute capability 10.x, and a CUDA module that was built for it by nvcc 12.9 or newer.")
         passed = run(report, "tests", [*PYTEST, "-rs"])
         sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
         for tool in ("memcheck", "racecheck", "synccheck"):
