@@ -61,7 +61,7 @@ def main() -> None:
         run(report, "configuration", [sys.executable, "-P", "-m", "jax_foscar"])
         run(report, "revision", ["git", "log", "-1", "--oneline"])
         if not run(report, "the kernel serves this GPU", [sys.executable, "-P", "-c", THERE]):
-            sys.exit("Needs a GPU of compute capability 10.x, and a CUDA module that was built for it by nvcc 12.9 or newer.")
+            sys.exit("Needs a GPU of compute capability 10.x, and a CUDA module built for it by nvcc 12.9 or newer.")
         passed = run(report, "tests", [*PYTEST, "-rs"])
         sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
         for tool in ("memcheck", "racecheck", "synccheck"):
