@@ -7,9 +7,9 @@ ARCHITECTURES ?= native
 
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpu/* cuda/* jax_foscar/*.py)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpu/* cuda/* cuda/blackwell/* jax_foscar/*.py)
 
-.PHONY: generate test lint clean
+.PHONY: generate test lint clean verify-sm100
 
 generate: $(VENV)/installed $(VENV)/examples
 	$(BIN)/python examples/generate.py $(ARGS)
@@ -20,8 +20,14 @@ test: $(VENV)/installed $(VENV)/examples $(VENV)/test
 lint: $(VENV)/installed $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard cpu/*.cc cpu/*.h cuda/*.cc cuda/*.cu cuda/*.cuh cuda/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard cpu/*.cc cpu/*.h cuda/*.cc cuda/*.cu cuda/*.cuh cuda/*.h \
+	    cuda/blackwell/*.cc cuda/blackwell/*.cu cuda/blackwell/*.cuh cuda/blackwell/*.h tests/native/*.cc \
+	    tests/native/emulator/*.cc tests/native/emulator/*.h)
 	$(BIN)/mypy
+
+# On a machine with a B200 or B300: tests, sanitizer and benchmark of the tcgen05 kernel, and a report to send.
+verify-sm100: $(VENV)/installed $(VENV)/test
+	$(BIN)/python -P benchmarks/verify_sm100.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -31,6 +31,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from sass import (
@@ -314,6 +315,106 @@ def print_speed_loops(arch: str) -> None:
         print(f"{SPEED_LOOPS[name]:34}{counts.total() / elements:14.2f}{operand:10.3f}{mmas:13}")
 
 
+# --- The tcgen05 kernel -----------------------------------------------------------------------------------------------
+
+E2M1_MASK = "0x33333333"
+FOUR_BIT_MASK = "0xf0f0f0f"
+
+
+@dataclasses.dataclass
+class Tcgen05Kernel:
+    """One kernel of cuda/blackwell."""
+
+    dim: int
+    rows: int  # query rows
+    size: int  # instructions
+    mmas: int
+    spills: int
+    # Operand -> ALU operations and elements, of all its builders in the kernel.
+    operands: dict[str, tuple[int, int]]
+
+    def __str__(self) -> str:
+        return f"D={self.dim} rows={self.rows}"
+
+    def cost(self, operand: str) -> float:
+        operations, elements = self.operands[operand]
+        return operations / elements
+
+
+def built_operands(block: list[Instruction]) -> Iterator[tuple[str, int, int]]:
+    """Operands that a basic block builds: name, ALU operations, elements."""
+    writer: dict[int, int] = {}
+    sources: list[list[int]] = []
+    stores: list[tuple[int, int, list[int]]] = []  # codes a register, registers, their writers
+    for i, instruction in enumerate(block):
+        if instruction.kind in ("STTM", "STS"):
+            first = instruction.registers(instruction.operands[-1])[:1]
+            # A register of 16x256b has four columns of eight lanes.
+            count = 4 * int(instruction.name.split(".x")[1]) if instruction.kind == "STTM" else 1
+            codes = 4 if instruction.kind == "STTM" else 8
+            stores += [(codes, count, [writer.get(first[0] + j, -1) for j in range(count)])] if first else []
+        written = instruction.written
+        read = instruction.operands[1:] if written else instruction.operands
+        numbers = [number for operand in read for number in instruction.registers(operand)]
+        sources.append([writer[number] for number in numbers if number in writer])
+        for register in written:
+            writer[register] = i
+    operations: dict[str, set[int]] = {}
+    elements: Counter[str] = Counter()
+    for codes, count, made_by in stores:
+        built: set[int] = set()
+        stack = [source for source in made_by if source >= 0]
+        while stack:
+            source = stack.pop()
+            if source not in built and block[source].kind not in NOT_ALU:
+                built.add(source)
+                stack += sources[source]
+        masks = {operand for source in built for operand in block[source].operands if operand.startswith("0x")}
+        if codes == 8 and E2M1_MASK not in masks:
+            continue  # some other store
+        name = "INT2 keys, E2M1" if codes == 8 else "INT4, E4M3" if FOUR_BIT_MASK in masks else "INT2 values, E4M3"
+        operations.setdefault(name, set()).update(built)
+        elements[name] += codes * count
+    for name, built in operations.items():
+        yield name, len(built), elements[name]
+
+
+def tcgen05_kernels() -> list[Tcgen05Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "decode_tcgen05.cubin"
+        flags = ["-std=c++17", "--expt-relaxed-constexpr", "-gencode=arch=compute_100f,code=sm_100f"]
+        call(tool("nvcc"), "-cubin", *flags, "-o", cubin, ROOT / "cuda" / "blackwell" / "decode_tcgen05.cu")
+        functions = disassemble(cubin)
+    kernels = []
+    for name, function in functions.items():
+        match = re.search(r"decode_tcgen05ILi(\d+)ELi(\d+)E", name)
+        if match is None:
+            continue
+        graph = Graph(function)
+        operands: dict[str, tuple[int, int]] = {}
+        for block in graph.blocks:
+            for operand, operations, elements in built_operands(block):
+                before = operands.get(operand, (0, 0))
+                operands[operand] = before[0] + operations, before[1] + elements
+        everything = set(range(len(graph.blocks)))
+        size = sum(len(block) for block in graph.blocks)
+        mmas, spills = graph.count(everything, {"UTCQMMA"}), graph.count(everything, SPILLS)
+        kernels.append(Tcgen05Kernel(int(match[1]), int(match[2]), size, mmas, spills, operands))
+    return sorted(kernels, key=lambda kernel: (kernel.dim, kernel.rows))
+
+
+def print_tcgen05_kernels() -> None:
+    print("The tcgen05 kernel (sm_100f): ALU operations an element that build operands; whole kernel: instructions,")
+    print("UTCQMMA, local-memory accesses\n")
+    names = ("INT4, E4M3", "INT2 keys, E2M1", "INT2 values, E4M3")
+    print(f"{'':16}" + "".join(f"{name:>20}" for name in names) + f"{'size':>9}{'UTCQMMA':>9}{'spills':>8}")
+    for kernel in tcgen05_kernels():
+        cells = "".join(f"{kernel.cost(name):20.4f}" for name in names)
+        print(f"{kernel!s:16}{cells}{kernel.size:9}{kernel.mmas:9}{kernel.spills:8}")
+    for text, number in PUBLISHED[1:]:
+        print(f"published: {text:28}{number:.2f}")
+
+
 # --- The binary -------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +437,13 @@ def missing_code(module: Path, architectures: str) -> list[str]:
         if kind != "real" and f"sm_{number}" not in ptx:
             missing.append(f"PTX for sm_{number}")
     return missing
+
+
+def has_tcgen05_code(module: Path) -> bool:
+    """Some of the module's code is the tcgen05 kernel; cuobjdump lists sm_100f as sm_100."""
+    with tempfile.TemporaryDirectory() as folder:
+        call(tool("cuobjdump"), "-xelf", ".sm_100", module.resolve(), cwd=Path(folder))
+        return any(b"decode_tcgen05ILi128ELi8E" in cubin.read_bytes() for cubin in Path(folder).glob("*.cubin"))
 
 
 def find_module() -> Path | None:
@@ -361,6 +469,8 @@ def main() -> None:
     print_forms(args.arch)
     print()
     print_speed_loops(args.arch)
+    print()
+    print_tcgen05_kernels()
     print()
     module = args.module or find_module()
     if module is None:

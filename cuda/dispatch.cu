@@ -1,6 +1,8 @@
 // Which kernel serves a call: the first line of the table that does not refuse it.
 #include <cstdint>
 
+#include "blackwell/choice.h"
+#include "blackwell/decode_tcgen05.h"
 #include "decode_attention.h"
 #include "decode_generic.h"
 #include "decode_mma.h"
@@ -15,6 +17,7 @@ struct Kernel {
 
 // Fastest first; the last one covers every format, so what it refuses is an error.
 constexpr Kernel kKernels[] = {
+    {refuse_decode_tcgen05, launch_decode_tcgen05},  // only where JAX_FOSCAR_SM100 asks for it
     {refuse_decode_mma, launch_decode_mma},
     {refuse_decode_generic, [](const DecodeParams& params, void*, size_t,
                                CUstream_st* stream) { return launch_decode_generic(params, stream); }},
@@ -25,6 +28,7 @@ bool misaligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointe
 // What no kernel can serve.  Python and ffi_params.h have checked shapes and names; here is what a kernel's loads and
 // windows rest on.
 const char* refuse(const DecodeParams& params) {
+  if (sm100_choice().error != nullptr) return sm100_choice().error;
   for (const OperandParams* operand : {&params.key, &params.value}) {
     if (misaligned(operand->codes) || misaligned(operand->params) || misaligned(operand->exact))
       return "jax_foscar decode_attention: the cache's arrays must be 16-byte aligned";

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "cut.h"
 #include "params.h"
 
 namespace jax_foscar::cuda {
@@ -84,21 +85,6 @@ struct ItemRows {
   __device__ __forceinline__ bool is_real(int r) const { return first + r < real; }
   // The same where there is a query to read, else -1.
   __device__ __forceinline__ int64_t query_index(int r) const { return is_real(r) ? index(r) : -1; }
-};
-
-// The cut of the list: the first `extra` ranges have `base` + 1 units, the others `base`.
-struct Cut {
-  int base, extra;
-
-  __device__ __forceinline__ Cut(int units, int ranges) : base(units / ranges), extra(units % ranges) {}
-  // First unit of a range.
-  __device__ __forceinline__ int begin(int range) const { return range * base + min(range, extra); }
-  __device__ __forceinline__ int count(int range) const { return base + (range < extra); }
-  // The range that holds a unit.
-  __device__ __forceinline__ int owner(int unit) const {
-    const int long_units = extra * (base + 1);
-    return unit < long_units ? unit / (base + 1) : extra + (unit - long_units) / base;
-  }
 };
 
 // Where a worker begins.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from types import ModuleType
 
 import jax
 
@@ -21,6 +22,18 @@ def _kernel_for(device_platform: str) -> str:
     )
 
 
+def _sm100_kernel(cuda: ModuleType) -> str:
+    """The opt-in kernel of compute capability 10.x."""
+    if not cuda.has_tcgen05:
+        return "not built"
+    try:
+        asked = cuda.uses_tcgen05()
+    except ValueError as error:
+        return str(error)
+    state = "on, by" if asked else "off; turned on by"
+    return f"compiled, not yet run on hardware; {state} JAX_FOSCAR_SM100=tcgen05 (compute capability 10.x)"
+
+
 def config() -> str:
     """The text that ``show_config`` prints."""
     cpu, cuda = native.module("cpu"), native.module("cuda")
@@ -33,6 +46,8 @@ def config() -> str:
         f"cpu module: {'not built' if cpu is None else f'built, instruction set {cpu.instruction_set()}'}",
         f"cuda module: {'not built' if cuda is None else f'built for {cuda.architectures}'}",
     ]  # fmt: skip
+    if cuda is not None:
+        lines.append(f"tcgen05 kernel: {_sm100_kernel(cuda)}")
     for device in jax.devices():
         lines.append(f"device {device} ({device.device_kind}): kernel {_kernel_for(device.platform)}")
     return "\n".join(lines)

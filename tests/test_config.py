@@ -1,7 +1,9 @@
 """``show_config`` and ``python -m jax_foscar`` tell what is installed and which kernel serves what."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -63,3 +65,34 @@ def test_public_names():
     """What ``__all__`` promises is there and documented."""
     for name in jax_foscar.__all__:
         assert getattr(jax_foscar, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    ("built", "answer", "line"),
+    [
+        (False, False, "not built"),
+        (True, False, "compiled, not yet run on hardware; off; turned on by JAX_FOSCAR_SM100=tcgen05"),
+        (True, True, "compiled, not yet run on hardware; on, by JAX_FOSCAR_SM100=tcgen05"),
+        (True, ValueError("JAX_FOSCAR_SM100 is 'x'"), "JAX_FOSCAR_SM100 is 'x'"),
+    ],
+)
+def test_sm100_kernel(built, answer, line):
+    def uses_tcgen05():
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert config._sm100_kernel(SimpleNamespace(has_tcgen05=built, uses_tcgen05=uses_tcgen05)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("value", "uses"), [("", "False"), ("tcgen05", "True"), ("tcgen", "'tcgen'; it must be 'tcgen05'")]
+)
+def test_sm100_variable(value, uses):
+    """Read once, by the module; anything but its one value is an error that names it."""
+    if native.module("cuda") is None:
+        pytest.skip("jax_foscar has no CUDA module here")
+    program = "from jax_foscar import _cuda; print(_cuda.uses_tcgen05())"
+    environment = {**os.environ, "JAX_FOSCAR_SM100": value}
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment)
+    assert uses in done.stdout + done.stderr

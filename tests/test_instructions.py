@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import instructions
 import sass
+from jax_foscar import native
 
 # ALU operations per KV element.  One LOP3 masks four u8 codes; keys pay a shift a word besides, which keeps the power
 # of two on a code at 4 or less: 1/16 for 2-bit words of 16 codes, 1/8 for 4-bit words of 8.
@@ -79,6 +80,14 @@ def test_code_for_every_architecture(module):
     assert not instructions.missing_code(module, instructions.module_architectures(module))
 
 
+def test_tcgen05_in_the_module(module):
+    """The wheel that says it has the kernel has it, beside the portable code for the same GPUs."""
+    if not native.module("cuda").has_tcgen05:
+        pytest.skip("the module is not built for sm_100")
+    assert instructions.has_tcgen05_code(module)
+    assert "sm_100" in instructions.code_in(module)[0]
+
+
 def test_main_loops(module):
     """Of the kernels for one kind of keys and values: hardly a spill, and operands as cheap as the forms alone."""
     archs, _ = instructions.code_in(module)
@@ -96,3 +105,32 @@ def test_main_loops(module):
     totals = {str(loop.kernel): loop.counts.total() for loop in loops}
     for kernel, budget in TILE_BUDGET.items():
         assert totals[kernel] <= budget, kernel
+
+
+@pytest.fixture(scope="module")
+def tcgen05_kernels():
+    need("nvcc", "nvdisasm")
+    return instructions.tcgen05_kernels()
+
+
+def test_tcgen05_operands(tcgen05_kernels):
+    """The published kernel's counts, or fewer."""
+    assert [(kernel.dim, kernel.rows) for kernel in tcgen05_kernels] == [(64, 4), (64, 8), (128, 4), (128, 8)]
+    for kernel in tcgen05_kernels:
+        assert kernel.cost("INT4, E4M3") <= 0.38
+        assert kernel.cost("INT2 keys, E2M1") <= 0.19
+        assert kernel.cost("INT2 values, E4M3") <= 0.32
+        # A lane's codes of a tile: keys, values (half as many lanes have any where a head has 64 channels), and values
+        # of 2 bits twice, for warps of the low and of the high fields.
+        codes = {name: elements for name, (_, elements) in kernel.operands.items()}
+        assert codes == {
+            "INT4, E4M3": kernel.dim + 128,
+            "INT2 keys, E2M1": kernel.dim,
+            "INT2 values, E4M3": 2 * 128,
+        }
+
+
+def test_tcgen05_instructions(tcgen05_kernels):
+    for kernel in tcgen05_kernels:
+        assert kernel.mmas > 0
+        assert kernel.spills == 0
