@@ -21,7 +21,7 @@ lint: $(VENV)/installed $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(wildcard cpu/*.cc cpu/*.h cuda/*.cc cuda/*.cu cuda/*.cuh cuda/*.h \
-	    cuda/blackwell/*.cc cuda/blackwell/*.cu cuda/blackwell/*.cuh cuda/blackwell/*.h tests/native/*.cc \
+	    cuda/blackwell/*.cc cuda/blackwell/*.cu cuda/blackwell/*.cuh cuda/blackwell/*.h benchmarks/*.cu tests/native/*.cc \
 	    tests/native/emulator/*.cc tests/native/emulator/*.h)
 	$(BIN)/mypy
 
