@@ -4,7 +4,7 @@
 //   2. takes each group's range, stores scale and offset, and keeps them in shared memory,
 //   3. packs codes, 16 bytes of the page a thread, and stores those whose tokens are there,
 //   4. puts the newest tokens into the ring's slots: write_params.h says why after 1, by this CTA.
-// At 16 bits, 1 stores to the page and 2 and 3 are left out; a whole tile of new tokens may take write_whole.cuh's way.
+// At 16 bits, 1 stores to the page and 2 and 3 are left out; a whole tile may take write_whole.cuh's way.
 #pragma once
 
 #include <cstdint>
@@ -329,20 +329,27 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
   const WriteParams& p = tile.params;
   const WriteOperand& x = tile.x;
   const bool is_whole = tile.paged_begin == tile.first && tile.paged_end == tile.first + kTileTokens;
-  if (!is_whole || tile.first < tile.write.start || !whole::takes<kKinds>(p, x, is_value)) return false;
+  if (!is_whole || !whole::takes<kKinds>(p, x, is_value)) return false;
+  const int num_old = min(max(tile.write.start - tile.first, 0), kTileTokens);
+  const uint16_t* old = nullptr;
+  if (num_old > 0) {
+    if (tile.first % p.windows.ring + num_old > p.windows.ring) return false;  // in two pieces
+    old = x.exact + p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(tile.first), x.dim);
+  }
   const int in_page = tile.first % p.page_size;
   const int64_t pairs = tile.page_head * x.page_pairs(p.page_size) + x.pair_index(in_page, 0);
   // The tokens are under way before the page is looked at.
   const whole::Tile work = {
       static_cast<const uint16_t*>(x.tokens) + p.new_at(tile.row, tile.write, tile.head, tile.first, x.dim),
+      old,
       p.num_kv_heads * x.dim,
       x.dim,
+      num_old,
       x.codes + tile.page_head * x.page_bytes(p.page_size) + int64_t{in_page} * token_bytes(x.bits, x.dim),
       static_cast<uint32_t*>(x.params) + pairs,
       reinterpret_cast<float2*>(tile.groups),
       reinterpret_cast<uint16_t*>(tile.stage),
-      stage_stride<Stage>(x.dim),
-      reinterpret_cast<uint32_t*>(tile.groups + pairs_of(x, kTileTokens))};
+      stage_stride<Stage>(x.dim)};
   whole::start_loading(work);
   ptx::cp_async_wait<0>();
   __syncthreads();

@@ -1,4 +1,4 @@
-// Quantizing a whole tile of 64 new bfloat16 tokens of one KV head in registers: to the bit what write_tile.cuh does.
+// Quantizing a whole tile of 64 bfloat16 tokens of one KV head in registers: to the bit what write_tile.cuh does.
 //
 // A CTA of two warps takes a tile.  Its tokens wait in shared memory, where whole lines of the device memory become the
 // 4 channels (8 bytes) that a lane takes at a time.  Turns of loops are 32 codes a lane.  Ranges are taken in bfloat16,
@@ -19,14 +19,14 @@ constexpr int kThreads = 64;
 enum class Kinds { kNone, kPlain, kAny };
 
 struct Tile {
-  const uint16_t* tokens;  // of the tile's first token
-  int stride, dim;         // of tokens; channels
-  uint8_t* codes;          // of the tile
-  uint32_t* pairs;         // f16 scale and offset of the tile's first group
-  float2* groups;          // shared memory: `scaled` of each group of the tile, in the order of pairs
-  uint16_t* stage;         // shared memory: the tokens, stage_stride apart
+  const uint16_t* tokens;    // the new ones, as if they began with the tile's first
+  const uint16_t* old;       // the ring's, from the tile's first on, of which the tile takes num_old
+  int stride, dim, num_old;  // of `tokens`; channels
+  uint8_t* codes;            // of the tile
+  uint32_t* pairs;           // f16 scale and offset of the tile's first group
+  float2* groups;            // shared memory: `scaled` of each group of the tile, in the order of pairs
+  uint16_t* stage;           // shared memory: the tokens, stage_stride apart
   int stage_stride;
-  uint32_t* words;  // shared memory: as large as the tile's codes, for keys per channel
 
   // Channels `channel` .. channel + 3 of a token that waits.
   __device__ uint2 load4(int token, int channel) const {
@@ -36,6 +36,10 @@ struct Tile {
 
 __device__ inline int lane_id() { return threadIdx.x % 32; }
 __device__ inline int warp_id() { return threadIdx.x / 32; }
+
+// Which of eight tokens a lane takes, where four lanes take one: half a warp, which reads its 8 bytes a lane at once,
+// meets every second token and so, at the stage's stride, all banks.
+__device__ inline int token_of_lane() { return lane_id() / 4 % 4 * 2 + lane_id() / 16; }
 
 // --- Ranges: of two bfloat16 at once -------------------------------------------------------------------------------
 
@@ -107,8 +111,8 @@ __device__ inline void start_loading(const Tile& tile) {
   const int chunks = tile.dim / 8, rows = kThreads / chunks, rest = kThreads % chunks;
   int token = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
   while (token < kTileTokens) {
-    ptx::cp_async16(ptx::shared_address(tile.stage + token * tile.stage_stride + chunk * 8),
-                    tile.tokens + token * tile.stride + chunk * 8);
+    const uint16_t* from = token < tile.num_old ? tile.old + token * tile.dim : tile.tokens + token * tile.stride;
+    ptx::cp_async16(ptx::shared_address(tile.stage + token * tile.stage_stride + chunk * 8), from + chunk * 8);
     token += rows, chunk += rest;
     if (chunk >= chunks) chunk -= chunks, ++token;
   }
@@ -126,16 +130,15 @@ __device__ float2 keep_group(const Tile& tile, int index, float low, float high,
 
 // --- Per token -------------------------------------------------------------------------------------------------------
 
-// Four lanes take a token: lane 4 * (token % 8) + c its channels 4 c .. 4 c + 3 of 16.  Stores parameters, and codes of
-// keys.
+// Four lanes take a token: lane c of them its channels 4 c .. 4 c + 3 of 16.  Stores parameters, and codes of keys.
 template <int kBits, int kDim, int kGroup, bool kValue>
 __device__ void by_token(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kBlocks = num_blocks(kBits, kDim), kGroups = kDim / kGroup;
   constexpr int kLoads = kDim / 16, kGroupLoads = kLoads / kGroups;
-  const int lane = lane_id(), c = lane % 4;
+  const int c = lane_id() % 4, row = token_of_lane();
 #pragma unroll 1
   for (int j = 0; j < 4; ++j) {
-    const int token = warp_id() * 32 + 8 * j + lane / 4;
+    const int token = warp_id() * 32 + 8 * j + row;
     uint2 x[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) x[i] = tile.load4(token, 16 * i + 4 * c);
@@ -173,7 +176,7 @@ __device__ void by_token(const Tile& tile) {
         }
       }
       const int n = token / 8 * kBlocks;
-      uint32_t* to = reinterpret_cast<uint32_t*>(tile.codes) + (n / 4 * 32 + lane) * 4 + n % 4;
+      uint32_t* to = reinterpret_cast<uint32_t*>(tile.codes) + (n / 4 * 32 + 4 * row + c) * 4 + n % 4;
       if constexpr (kBlocks == 4) {
         *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
       } else if constexpr (kBlocks == 2) {
@@ -265,19 +268,22 @@ __device__ void keep_channel(const Tile& tile, int index, const uint32_t* ranges
   if (is_owner) tile.groups[index + odd] = group;
 }
 
-// Lane 4 * (token % 8) + c has channels 4 c .. 4 c + 3 of each field.
+// Four lanes take a token: lane c of them channels 4 c .. 4 c + 3 of each field.
 template <int kBits, int kGroup>
 __device__ void keys_by_channel(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kGroups = kTileTokens / kGroup, kCount = 8 / kGroups;
-  const int lane = lane_id(), c = lane % 4, blocks = num_blocks(kBits, tile.dim);
-  uint32_t words[8] = {};  // of tokens lane / 4 + 8 j
+  const int lane = lane_id(), c = lane % 4, row = token_of_lane(), blocks = num_blocks(kBits, tile.dim);
+  const auto word = [&tile](int token, int block, int c) -> uint32_t& {
+    return reinterpret_cast<uint32_t*>(tile.stage + token * tile.stage_stride + block * (128 / kBits))[c];
+  };
+  uint32_t words[8] = {};  // of tokens row + 8 j
   int b = warp_id(), f = 0;
 #pragma unroll 1
   while (b < blocks) {
     const int first = b * (128 / kBits) + key_field_channel(kBits, false, f) + 4 * c;
     uint2 x[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = tile.load4(lane / 4 + 8 * j, first);
+    for (int j = 0; j < 8; ++j) x[j] = tile.load4(row + 8 * j, first);
 
     uint32_t ranges[4 * kGroups];
 #pragma unroll
@@ -302,20 +308,26 @@ __device__ void keys_by_channel(const Tile& tile) {
     }
     f = (f + 1) % kFields;
     if (f == 0) {
+      // In place of the block's tokens, which nobody reads again.
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int n = j * blocks + b;
-        tile.words[(n / 4 * 32 + lane) * 4 + n % 4] = words[j];
-        words[j] = 0;
-      }
+      for (int j = 0; j < 8; ++j) word(row + 8 * j, b, c) = words[j], words[j] = 0;
       b += kThreads / 32;
     }
   }
-  // Whole units at last: their words are of all blocks.
+  // Whole units at last: their words are of all blocks.  A warp stores those of 32 tokens.
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < blocks * 64; i += kThreads)
-    reinterpret_cast<uint4*>(tile.codes)[i] = reinterpret_cast<const uint4*>(tile.words)[i];
+  int token = 32 * warp_id() + lane / 4, block = 0;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    uint32_t unit[4];
+#pragma unroll
+    for (uint32_t& out : unit) {
+      out = word(token, block, c);
+      if (++block == blocks) block = 0, token += 8;
+    }
+    reinterpret_cast<uint4*>(tile.codes)[(warp_id() * blocks + i) * 32 + lane] =
+        make_uint4(unit[0], unit[1], unit[2], unit[3]);
+  }
 }
 
 // z is the half of the tile.
