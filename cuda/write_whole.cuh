@@ -9,6 +9,7 @@
 
 #include "ptx.cuh"
 #include "quantize.h"
+#include "write_codes.cuh"
 #include "write_params.h"
 
 namespace jax_foscar::cuda::whole {
@@ -41,20 +42,7 @@ __device__ inline int warp_id() { return threadIdx.x / 32; }
 // meets every second token and so, at the stage's stride, all banks.
 __device__ inline int token_of_lane() { return lane_id() / 4 % 4 * 2 + lane_id() / 16; }
 
-// --- Ranges: of two bfloat16 at once -------------------------------------------------------------------------------
-
-__device__ inline uint32_t min2(uint32_t x, uint32_t y) {
-  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  return x;
-}
-__device__ inline uint32_t max2(uint32_t x, uint32_t y) {
-  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  return x;
-}
-__device__ inline uint32_t negate2(uint32_t x) { return x ^ 0x80008000u; }
-
-__device__ inline float low_half(uint32_t x) { return float_of_bits(x << 16); }
-__device__ inline float high_half(uint32_t x) { return float_of_bits(x & 0xffff0000u); }
+// --- Ranges and parameters -----------------------------------------------------------------------------------------
 
 // The least low half, and the least of the negated high half: a maximum is kept negated, so that one minimum takes
 // both.
@@ -82,39 +70,20 @@ __device__ int scatter_minima(uint32_t (&items)[kSize]) {
   return first;
 }
 
-// --- Codes -----------------------------------------------------------------------------------------------------------
-
-// An Affine whose steps are taken as parts of the power of two above the levels, so that saturating to [0, 1] is half
-// of the clamp.  Scaling by a power of two is exact here: the scale is a f16.
-template <int kBits>
-constexpr float kTop = kBits == 2 ? 4.0f : 16.0f;
-
-template <int kBits>
-__device__ float2 scaled(Affine x) {
-  return make_float2(x.inverse * (1 / kTop<kBits>), x.quarter);
-}
-
-// What four bytes start from: the exponents that `add_code` leaves in them sum up to 0 then.
-constexpr uint32_t kEmpty = 0u - 0x4b400000u * 0x01010101u;
-
-template <int kBits>
-__device__ void add_code(uint32_t* bytes, int shift, float x, float2 group) {
-  constexpr float kLevels = (kTop<kBits> - 1) / kTop<kBits>;
-  float part;  // NaN becomes 0
-  asm("mul.ftz.sat.f32 %0, %1, %2;" : "=f"(part) : "f"(__fmaf_rn(x, 0.25f, -group.y)), "f"(group.x));
-  part = fminf(part, kLevels);
-  *bytes += bits_of_float(__fmaf_rn(part, kTop<kBits>, 0x1.8p23f)) << shift;
-}
-
-// The tile's tokens into shared memory, 16 bytes a copy.
+// The tile's tokens into shared memory, 16 bytes a copy.  A thread keeps to its channels, even where a few threads are
+// then left over: nothing but additions remains for each copy.
 __device__ inline void start_loading(const Tile& tile) {
-  const int chunks = tile.dim / 8, rows = kThreads / chunks, rest = kThreads % chunks;
-  int token = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
-  while (token < kTileTokens) {
-    const uint16_t* from = token < tile.num_old ? tile.old + token * tile.dim : tile.tokens + token * tile.stride;
-    ptx::cp_async16(ptx::shared_address(tile.stage + token * tile.stage_stride + chunk * 8), from + chunk * 8);
-    token += rows, chunk += rest;
-    if (chunk >= chunks) chunk -= chunks, ++token;
+  const int chunks = tile.dim / 8, rows = kThreads / chunks, channel = threadIdx.x % chunks * 8;
+  int token = threadIdx.x / chunks;
+  if (token < rows) {
+    uint32_t to = ptx::shared_address(tile.stage + token * tile.stage_stride + channel);
+    const uint32_t to_step = rows * tile.stage_stride * static_cast<int>(sizeof(uint16_t));
+    for (; token < tile.num_old; token += rows, to += to_step)
+      ptx::cp_async16(to, tile.old + token * tile.dim + channel);
+    const int64_t step = int64_t{rows} * tile.stride;
+    const uint16_t* from = tile.tokens + int64_t{token} * tile.stride + channel;
+#pragma unroll 4
+    for (; token < kTileTokens; token += rows, to += to_step, from += step) ptx::cp_async16(to, from);
   }
   ptx::cp_async_commit();
 }
@@ -317,7 +286,7 @@ __device__ void keys_by_channel(const Tile& tile) {
   // Whole units at last: their words are of all blocks.  A warp stores those of 32 tokens.
   __syncthreads();
   int token = 32 * warp_id() + lane / 4, block = 0;
-#pragma unroll 1
+#pragma unroll 2
   for (int i = 0; i < blocks; ++i) {
     uint32_t unit[4];
 #pragma unroll
