@@ -44,11 +44,7 @@ const char* launch(const WriteParams& p, int tile_tokens, CUstream_st* stream) {
   constexpr int kMost = 65535;  // of a grid's y and z
   if (tiles > kMost || p.batch > kMost) return "jax_foscar write: too many rows or tokens for one launch";
   const dim3 grid(2 * p.num_kv_heads, static_cast<unsigned>(tiles), p.batch);
-  int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
-  if (kKinds == Kinds::kAny && p.key.bits != 16 && p.key.per_channel) {
-    const int words = kTileTokens * token_bytes(p.key.bits, p.key.dim);
-    shared = std::max(shared, shared_bytes<Stage>(p.key, tile_tokens) + words);
-  }
+  const int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
   write_tokens<Stage, kKinds><<<grid, threads_of(kKinds), shared, stream>>>(p, tile_tokens);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -1,8 +1,9 @@
 // Writing a few new tokens a row, one of them a decode step's: a warp a row, KV head and K or V, in registers.
 //
-// Grid: x = row, y = K or V and the KV head, four to a CTA, z = the new token where tokens need no order; those of a
+// Grid: x = row, y = K or V and the KV head, a few to a CTA, z = the new token where tokens need no order; those of a
 // format with exact tokens are one warp's, which quantizes before it overwrites the ring's slots.  Where tokens become
-// quantized in groups, the rare step that completes one is done by the whole CTA, tile by tile.
+// quantized in groups, the rare step that completes one is done by the whole CTA, tile by tile: so it is as large as
+// whole tiles want it.
 //
 // Compiled with -fmad=false -ftz=true: quantize.h says why.
 #include <cuda_runtime.h>
@@ -16,7 +17,7 @@
 namespace jax_foscar::cuda {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int warps_of(bool exact) { return exact ? whole::kThreads / 32 : 4; }
 
 // A lane's channels of one token: 4 lane + i, and 128 + 4 lane + i in larger heads.
 constexpr int kParts = 2;
@@ -168,12 +169,13 @@ __device__ void store_token(const Head& work, bool is_value, int t, const Token&
 
 // What becomes quantized in groups of tokens, and the newest tokens: a CTA's heads one after the other.
 __device__ __noinline__ void write_groups(const WriteParams& p, const RowWrite& write, int tile_tokens, void* shared) {
+  constexpr int kWarps = warps_of(true);
   const int heads = p.num_kv_heads, begin = blockIdx.y * kWarps, end = min(begin + kWarps, 2 * heads);
   for (int i = begin; i < end; ++i) {
     const int start = write.first / tile_tokens * tile_tokens;
     for (int skipped = 0; skipped < write.length - start; skipped += tile_tokens) {
-      write_tile<uint16_t, whole::Kinds::kNone>(p, write, blockIdx.x, i < heads ? i : i - heads, i >= heads,
-                                                start + skipped, tile_tokens, shared);
+      write_tile<uint16_t, whole::Kinds::kAny>(p, write, blockIdx.x, i < heads ? i : i - heads, i >= heads,
+                                               start + skipped, tile_tokens, shared);
       __syncthreads();
     }
   }
@@ -181,11 +183,11 @@ __device__ __noinline__ void write_groups(const WriteParams& p, const RowWrite& 
 
 // kExact: the format has exact tokens.
 template <bool kExact>
-__global__ void __launch_bounds__(32 * kWarps, kExact ? 4 : 8)
+__global__ void __launch_bounds__(32 * warps_of(kExact), 8)
     write_few_tokens(const __grid_constant__ WriteParams p, int tile_tokens) {
   extern __shared__ uint4 shared[];
   const int heads = p.num_kv_heads, row = blockIdx.x, lane = threadIdx.x % 32;
-  const int index = blockIdx.y * kWarps + threadIdx.x / 32;
+  const int index = blockIdx.y * warps_of(kExact) + threadIdx.x / 32;
   const bool is_there = index < 2 * heads, is_value = index >= heads;
   const int head = is_value ? index - heads : index;
   const WriteOperand& x = is_value ? p.value : p.key;
@@ -229,12 +231,13 @@ __global__ void __launch_bounds__(32 * kWarps, kExact ? 4 : 8)
 const char* write_few(const WriteParams& p, CUstream_st* stream) {
   const int tile_tokens = std::max(p.windows.group, 32);
   const bool exact = p.key.exact != nullptr;
-  const dim3 grid(p.batch, (2 * p.num_kv_heads + kWarps - 1) / kWarps, exact ? 1 : p.num_tokens);
+  const int warps = warps_of(exact);
+  const dim3 grid(p.batch, (2 * p.num_kv_heads + warps - 1) / warps, exact ? 1 : p.num_tokens);
   int shared = 0;
   if (p.windows.group > 1)
     shared = std::max(shared_bytes<uint16_t>(p.key, tile_tokens), shared_bytes<uint16_t>(p.value, tile_tokens));
   const auto kernel = exact ? write_few_tokens<true> : write_few_tokens<false>;
-  kernel<<<grid, 32 * kWarps, shared, stream>>>(p, tile_tokens);
+  kernel<<<grid, 32 * warps, shared, stream>>>(p, tile_tokens);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

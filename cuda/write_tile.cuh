@@ -4,12 +4,13 @@
 //   2. takes each group's range, stores scale and offset, and keeps them in shared memory,
 //   3. packs codes, 16 bytes of the page a thread, and stores those whose tokens are there,
 //   4. puts the newest tokens into the ring's slots: write_params.h says why after 1, by this CTA.
-// At 16 bits, 1 stores to the page and 2 and 3 are left out; a whole tile of new tokens may take write_whole.cuh's way.
+// At 16 bits, 1 stores to the page and 2 and 3 are left out; a whole tile may take write_whole.cuh's way.
 #pragma once
 
 #include <cstdint>
 
 #include "quantize.h"
+#include "write_load.cuh"
 #include "write_params.h"
 #include "write_whole.cuh"
 
@@ -18,9 +19,6 @@ namespace jax_foscar::cuda {
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Tokens wait as Stage: uint16_t is bfloat16, which is all that formats with exact tokens know.
-__device__ inline float to_float(uint16_t x) { return bf16_to_float(x); }
-__device__ inline float to_float(float x) { return x; }
-
 // Shared memory: tokens [tile_tokens][stage_stride], then the Affine of each group.  A row is padded by 16 bytes,
 // so that the lanes of a warp that hold neighbouring pairs of tokens meet other banks.
 template <class Stage>
@@ -33,39 +31,6 @@ __host__ __device__ constexpr int pairs_of(const OperandFormat& x, int tokens) {
 template <class Stage>
 int shared_bytes(const OperandFormat& x, int tokens) {
   return tokens * stage_stride<Stage>(x.dim) * static_cast<int>(sizeof(Stage)) + 8 * pairs_of(x, tokens);
-}
-
-// Eight channels from index `at` on, all 16-byte aligned.
-__device__ inline void load8(const void* from, int64_t at, DType dtype, float (&x)[8]) {
-  if (dtype == DType::kF32) {
-    const float4* wide = reinterpret_cast<const float4*>(static_cast<const float*>(from) + at);
-    reinterpret_cast<float4*>(x)[0] = wide[0], reinterpret_cast<float4*>(x)[1] = wide[1];
-    return;
-  }
-  alignas(16) uint16_t half[8];
-  *reinterpret_cast<uint4*>(half) = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from) + at);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = dtype == DType::kBF16 ? bf16_to_float(half[i]) : f16_to_float(half[i]);
-}
-
-__device__ inline uint4 load8_bf16(const void* from, int64_t at, DType dtype) {
-  if (dtype == DType::kBF16) return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from) + at);
-  alignas(16) float x[8];
-  load8(from, at, dtype, x);
-  alignas(16) uint16_t half[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) half[i] = float_to_bf16(x[i]);
-  return *reinterpret_cast<const uint4*>(half);
-}
-
-__device__ inline void copy8(uint16_t* to, const void* from, int64_t at, DType dtype) {
-  *reinterpret_cast<uint4*>(to) = load8_bf16(from, at, dtype);
-}
-__device__ inline void copy8(float* to, const void* from, int64_t at, DType dtype) {
-  alignas(16) float x[8];
-  load8(from, at, dtype, x);
-  reinterpret_cast<float4*>(to)[0] = reinterpret_cast<const float4*>(x)[0];
-  reinterpret_cast<float4*>(to)[1] = reinterpret_cast<const float4*>(x)[1];
 }
 
 __device__ inline int threads() { return static_cast<int>(blockDim.x); }
@@ -94,16 +59,6 @@ struct Tile {
   }
   __device__ Affine& channel_group(int t, int channel) const { return groups[(t >> token_shift) * x.dim + channel]; }
 };
-
-__device__ inline void load4(const uint16_t* from, float (&x)[4]) {
-  const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-  x[0] = float_of_bits(pairs.x << 16), x[1] = float_of_bits(pairs.x & 0xffff0000u);
-  x[2] = float_of_bits(pairs.y << 16), x[3] = float_of_bits(pairs.y & 0xffff0000u);
-}
-__device__ inline void load4(const float* from, float (&x)[4]) {
-  const float4 wide = *reinterpret_cast<const float4*>(from);
-  x[0] = wide.x, x[1] = wide.y, x[2] = wide.z, x[3] = wide.w;
-}
 
 // Packs 4-byte word `at` of a 64-token tile whose token `half` is this tile's first.  Returns a bit for each byte whose
 // token becomes quantized; the others are 0 in the word.
@@ -302,15 +257,18 @@ __device__ __forceinline__ void keep_exact(const Tile<Stage>& tile) {
   constexpr int kAtOnce = 4;
   const WriteParams& p = tile.params;
   const WriteOperand& x = tile.x;
-  const int chunks = x.dim / 8, count = (tile.end - tile.begin) * chunks;
+  // Of slots that hold one of the tokens each, only those of new tokens change.
+  const bool is_one = kSinks || tile.write.length - tile.write.first <= p.windows.ring;
+  const int begin = is_one ? max(tile.begin, tile.write.start) : tile.begin;
+  const int chunks = x.dim / 8, count = (tile.end - begin) * chunks;
   for (int base = threadIdx.x; base < count; base += kAtOnce * threads()) {
     uint4 held[kAtOnce];
     uint4* to[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       to[i] = nullptr;
-      const int item = base + i * threads(), t = tile.begin + item / chunks, channel = item % chunks * 8;
-      if (item >= count || (kSinks && (t >= p.windows.sink || t < tile.write.start))) continue;
+      const int item = base + i * threads(), t = begin + item / chunks, channel = item % chunks * 8;
+      if (item >= count || (kSinks && t >= p.windows.sink)) continue;
       const int token = kSinks ? t : p.newest_in_slot(tile.write, t);
       if (token < 0) continue;
       const int64_t at = p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(token), x.dim) + channel;
@@ -329,20 +287,27 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
   const WriteParams& p = tile.params;
   const WriteOperand& x = tile.x;
   const bool is_whole = tile.paged_begin == tile.first && tile.paged_end == tile.first + kTileTokens;
-  if (!is_whole || tile.first < tile.write.start || !whole::takes<kKinds>(p, x, is_value)) return false;
+  if (!is_whole || !whole::takes<kKinds>(p, x, is_value)) return false;
+  const int num_old = kKinds == whole::Kinds::kPlain ? 0 : min(max(tile.write.start - tile.first, 0), kTileTokens);
+  const uint16_t* old = nullptr;
+  if (num_old > 0) {
+    if (tile.first % p.windows.ring + num_old > p.windows.ring) return false;  // in two pieces
+    old = x.exact + p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(tile.first), x.dim);
+  }
   const int in_page = tile.first % p.page_size;
   const int64_t pairs = tile.page_head * x.page_pairs(p.page_size) + x.pair_index(in_page, 0);
   // The tokens are under way before the page is looked at.
   const whole::Tile work = {
       static_cast<const uint16_t*>(x.tokens) + p.new_at(tile.row, tile.write, tile.head, tile.first, x.dim),
+      old,
       p.num_kv_heads * x.dim,
       x.dim,
+      num_old,
       x.codes + tile.page_head * x.page_bytes(p.page_size) + int64_t{in_page} * token_bytes(x.bits, x.dim),
       static_cast<uint32_t*>(x.params) + pairs,
       reinterpret_cast<float2*>(tile.groups),
       reinterpret_cast<uint16_t*>(tile.stage),
-      stage_stride<Stage>(x.dim),
-      reinterpret_cast<uint32_t*>(tile.groups + pairs_of(x, kTileTokens))};
+      stage_stride<Stage>(x.dim)};
   whole::start_loading(work);
   ptx::cp_async_wait<0>();
   __syncthreads();

@@ -1,4 +1,4 @@
-// Quantizing a whole tile of 64 new bfloat16 tokens of one KV head in registers: to the bit what write_tile.cuh does.
+// Quantizing a whole tile of 64 bfloat16 tokens of one KV head in registers: to the bit what write_tile.cuh does.
 //
 // A CTA of two warps takes a tile.  Its tokens wait in shared memory, where whole lines of the device memory become the
 // 4 channels (8 bytes) that a lane takes at a time.  Turns of loops are 32 codes a lane.  Ranges are taken in bfloat16,
@@ -9,6 +9,7 @@
 
 #include "ptx.cuh"
 #include "quantize.h"
+#include "write_codes.cuh"
 #include "write_params.h"
 
 namespace jax_foscar::cuda::whole {
@@ -19,14 +20,14 @@ constexpr int kThreads = 64;
 enum class Kinds { kNone, kPlain, kAny };
 
 struct Tile {
-  const uint16_t* tokens;  // of the tile's first token
-  int stride, dim;         // of tokens; channels
-  uint8_t* codes;          // of the tile
-  uint32_t* pairs;         // f16 scale and offset of the tile's first group
-  float2* groups;          // shared memory: `scaled` of each group of the tile, in the order of pairs
-  uint16_t* stage;         // shared memory: the tokens, stage_stride apart
+  const uint16_t* tokens;    // the new ones, as if they began with the tile's first
+  const uint16_t* old;       // the ring's, from the tile's first on, of which the tile takes num_old
+  int stride, dim, num_old;  // of `tokens`; channels
+  uint8_t* codes;            // of the tile
+  uint32_t* pairs;           // f16 scale and offset of the tile's first group
+  float2* groups;            // shared memory: `scaled` of each group of the tile, in the order of pairs
+  uint16_t* stage;           // shared memory: the tokens, stage_stride apart
   int stage_stride;
-  uint32_t* words;  // shared memory: as large as the tile's codes, for keys per channel
 
   // Channels `channel` .. channel + 3 of a token that waits.
   __device__ uint2 load4(int token, int channel) const {
@@ -37,20 +38,11 @@ struct Tile {
 __device__ inline int lane_id() { return threadIdx.x % 32; }
 __device__ inline int warp_id() { return threadIdx.x / 32; }
 
-// --- Ranges: of two bfloat16 at once -------------------------------------------------------------------------------
+// Which of eight tokens a lane takes, where four lanes take one: half a warp, which reads its 8 bytes a lane at once,
+// meets every second token and so, at the stage's stride, all banks.
+__device__ inline int token_of_lane() { return lane_id() / 4 % 4 * 2 + lane_id() / 16; }
 
-__device__ inline uint32_t min2(uint32_t x, uint32_t y) {
-  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  return x;
-}
-__device__ inline uint32_t max2(uint32_t x, uint32_t y) {
-  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  return x;
-}
-__device__ inline uint32_t negate2(uint32_t x) { return x ^ 0x80008000u; }
-
-__device__ inline float low_half(uint32_t x) { return float_of_bits(x << 16); }
-__device__ inline float high_half(uint32_t x) { return float_of_bits(x & 0xffff0000u); }
+// --- Ranges and parameters -----------------------------------------------------------------------------------------
 
 // The least low half, and the least of the negated high half: a maximum is kept negated, so that one minimum takes
 // both.
@@ -78,39 +70,20 @@ __device__ int scatter_minima(uint32_t (&items)[kSize]) {
   return first;
 }
 
-// --- Codes -----------------------------------------------------------------------------------------------------------
-
-// An Affine whose steps are taken as parts of the power of two above the levels, so that saturating to [0, 1] is half
-// of the clamp.  Scaling by a power of two is exact here: the scale is a f16.
-template <int kBits>
-constexpr float kTop = kBits == 2 ? 4.0f : 16.0f;
-
-template <int kBits>
-__device__ float2 scaled(Affine x) {
-  return make_float2(x.inverse * (1 / kTop<kBits>), x.quarter);
-}
-
-// What four bytes start from: the exponents that `add_code` leaves in them sum up to 0 then.
-constexpr uint32_t kEmpty = 0u - 0x4b400000u * 0x01010101u;
-
-template <int kBits>
-__device__ void add_code(uint32_t* bytes, int shift, float x, float2 group) {
-  constexpr float kLevels = (kTop<kBits> - 1) / kTop<kBits>;
-  float part;  // NaN becomes 0
-  asm("mul.ftz.sat.f32 %0, %1, %2;" : "=f"(part) : "f"(__fmaf_rn(x, 0.25f, -group.y)), "f"(group.x));
-  part = fminf(part, kLevels);
-  *bytes += bits_of_float(__fmaf_rn(part, kTop<kBits>, 0x1.8p23f)) << shift;
-}
-
-// The tile's tokens into shared memory, 16 bytes a copy.
+// The tile's tokens into shared memory, 16 bytes a copy.  A thread keeps to its channels, even where a few threads are
+// then left over: nothing but additions remains for each copy.
 __device__ inline void start_loading(const Tile& tile) {
-  const int chunks = tile.dim / 8, rows = kThreads / chunks, rest = kThreads % chunks;
-  int token = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
-  while (token < kTileTokens) {
-    ptx::cp_async16(ptx::shared_address(tile.stage + token * tile.stage_stride + chunk * 8),
-                    tile.tokens + token * tile.stride + chunk * 8);
-    token += rows, chunk += rest;
-    if (chunk >= chunks) chunk -= chunks, ++token;
+  const int chunks = tile.dim / 8, rows = kThreads / chunks, channel = threadIdx.x % chunks * 8;
+  int token = threadIdx.x / chunks;
+  if (token < rows) {
+    uint32_t to = ptx::shared_address(tile.stage + token * tile.stage_stride + channel);
+    const uint32_t to_step = rows * tile.stage_stride * static_cast<int>(sizeof(uint16_t));
+    for (; token < tile.num_old; token += rows, to += to_step)
+      ptx::cp_async16(to, tile.old + token * tile.dim + channel);
+    const int64_t step = int64_t{rows} * tile.stride;
+    const uint16_t* from = tile.tokens + int64_t{token} * tile.stride + channel;
+#pragma unroll 4
+    for (; token < kTileTokens; token += rows, to += to_step, from += step) ptx::cp_async16(to, from);
   }
   ptx::cp_async_commit();
 }
@@ -126,16 +99,15 @@ __device__ float2 keep_group(const Tile& tile, int index, float low, float high,
 
 // --- Per token -------------------------------------------------------------------------------------------------------
 
-// Four lanes take a token: lane 4 * (token % 8) + c its channels 4 c .. 4 c + 3 of 16.  Stores parameters, and codes of
-// keys.
+// Four lanes take a token: lane c of them its channels 4 c .. 4 c + 3 of 16.  Stores parameters, and codes of keys.
 template <int kBits, int kDim, int kGroup, bool kValue>
 __device__ void by_token(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kBlocks = num_blocks(kBits, kDim), kGroups = kDim / kGroup;
   constexpr int kLoads = kDim / 16, kGroupLoads = kLoads / kGroups;
-  const int lane = lane_id(), c = lane % 4;
+  const int c = lane_id() % 4, row = token_of_lane();
 #pragma unroll 1
   for (int j = 0; j < 4; ++j) {
-    const int token = warp_id() * 32 + 8 * j + lane / 4;
+    const int token = warp_id() * 32 + 8 * j + row;
     uint2 x[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) x[i] = tile.load4(token, 16 * i + 4 * c);
@@ -173,7 +145,7 @@ __device__ void by_token(const Tile& tile) {
         }
       }
       const int n = token / 8 * kBlocks;
-      uint32_t* to = reinterpret_cast<uint32_t*>(tile.codes) + (n / 4 * 32 + lane) * 4 + n % 4;
+      uint32_t* to = reinterpret_cast<uint32_t*>(tile.codes) + (n / 4 * 32 + 4 * row + c) * 4 + n % 4;
       if constexpr (kBlocks == 4) {
         *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
       } else if constexpr (kBlocks == 2) {
@@ -265,19 +237,22 @@ __device__ void keep_channel(const Tile& tile, int index, const uint32_t* ranges
   if (is_owner) tile.groups[index + odd] = group;
 }
 
-// Lane 4 * (token % 8) + c has channels 4 c .. 4 c + 3 of each field.
+// Four lanes take a token: lane c of them channels 4 c .. 4 c + 3 of each field.
 template <int kBits, int kGroup>
 __device__ void keys_by_channel(const Tile& tile) {
   constexpr int kFields = 8 / kBits, kGroups = kTileTokens / kGroup, kCount = 8 / kGroups;
-  const int lane = lane_id(), c = lane % 4, blocks = num_blocks(kBits, tile.dim);
-  uint32_t words[8] = {};  // of tokens lane / 4 + 8 j
+  const int lane = lane_id(), c = lane % 4, row = token_of_lane(), blocks = num_blocks(kBits, tile.dim);
+  const auto word = [&tile](int token, int block, int c) -> uint32_t& {
+    return reinterpret_cast<uint32_t*>(tile.stage + token * tile.stage_stride + block * (128 / kBits))[c];
+  };
+  uint32_t words[8] = {};  // of tokens row + 8 j
   int b = warp_id(), f = 0;
 #pragma unroll 1
   while (b < blocks) {
     const int first = b * (128 / kBits) + key_field_channel(kBits, false, f) + 4 * c;
     uint2 x[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = tile.load4(lane / 4 + 8 * j, first);
+    for (int j = 0; j < 8; ++j) x[j] = tile.load4(row + 8 * j, first);
 
     uint32_t ranges[4 * kGroups];
 #pragma unroll
@@ -302,20 +277,26 @@ __device__ void keys_by_channel(const Tile& tile) {
     }
     f = (f + 1) % kFields;
     if (f == 0) {
+      // In place of the block's tokens, which nobody reads again.
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int n = j * blocks + b;
-        tile.words[(n / 4 * 32 + lane) * 4 + n % 4] = words[j];
-        words[j] = 0;
-      }
+      for (int j = 0; j < 8; ++j) word(row + 8 * j, b, c) = words[j], words[j] = 0;
       b += kThreads / 32;
     }
   }
-  // Whole units at last: their words are of all blocks.
+  // Whole units at last: their words are of all blocks.  A warp stores those of 32 tokens.
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < blocks * 64; i += kThreads)
-    reinterpret_cast<uint4*>(tile.codes)[i] = reinterpret_cast<const uint4*>(tile.words)[i];
+  int token = 32 * warp_id() + lane / 4, block = 0;
+#pragma unroll 2
+  for (int i = 0; i < blocks; ++i) {
+    uint32_t unit[4];
+#pragma unroll
+    for (uint32_t& out : unit) {
+      out = word(token, block, c);
+      if (++block == blocks) block = 0, token += 8;
+    }
+    reinterpret_cast<uint4*>(tile.codes)[(warp_id() * blocks + i) * 32 + lane] =
+        make_uint4(unit[0], unit[1], unit[2], unit[3]);
+  }
 }
 
 // z is the half of the tile.
