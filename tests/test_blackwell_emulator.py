@@ -4,6 +4,7 @@ Nothing here needs a GPU; what the emulator does not have (docs/blackwell.md) th
 """
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +78,17 @@ def test_flat(directions, bits):
     case = problem("flat", directions, (bits, bits), 128, 4, lengths=[8192], tokens=8192)
     out, _, _ = case.run(blocks=1)
     assert relative_l2(out, case.expected()[0]) <= BOUND
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("directions", DIRECTIONS)
+def test_real(directions, bits):
+    """SmolLM2's own keys and values, and the queries of its last two tokens."""
+    data = np.load(Path(__file__).parent / "data" / "smollm2_kv.npz")
+    keys, values = (data[name].astype(np.float32).swapaxes(0, 1)[None] for name in ("k", "v"))
+    q = data["q"][-2:].astype(np.float32)[None]
+    key, value = (Quant(bits, per=per, group=group) for per, group in DIRECTIONS[directions])
+    assert_right(Problem(key, value, q, keys, values, [256]))
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 14, 40])
