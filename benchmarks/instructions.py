@@ -179,33 +179,55 @@ class Operand:
     built: frozenset[int]  # ALU operations, by their place in the path
 
 
+class Origins:
+    """Which instructions of a straight run made what a register holds; told of each in order."""
+
+    def __init__(self, instructions: list[Instruction]) -> None:
+        self.instructions = instructions
+        self.writer: dict[int, int] = {}
+        self.sources: list[list[int]] = []
+
+    def of(self, first: int, count: int) -> tuple[int, ...]:
+        """The last writers of registers from ``first`` on; -1 where it is none of the run."""
+        return tuple(self.writer.get(first + j, -1) for j in range(count))
+
+    def alu(self, made_by: tuple[int, ...]) -> set[int]:
+        """The ALU operations behind some writers, back to loads."""
+        built: set[int] = set()
+        stack = [source for source in made_by if source >= 0]
+        while stack:
+            source = stack.pop()
+            if source not in built and self.instructions[source].kind not in NOT_ALU:
+                built.add(source)
+                stack += self.sources[source]
+        return built
+
+    def pass_next(self) -> None:
+        """Goes past the next instruction."""
+        i = len(self.sources)
+        instruction = self.instructions[i]
+        written = instruction.written
+        read = instruction.operands[1:] if written else instruction.operands
+        numbers = [number for operand in read for number in instruction.registers(operand)]
+        self.sources.append([self.writer[number] for number in numbers if number in self.writer])
+        for register in written:
+            self.writer[register] = i
+
+
 def trace_operands(path: list[tuple[int, Instruction]]) -> list[Operand]:
     """The A operands of codes on a path of (block, instruction): each once, however many MMAs it feeds."""
-    writer: dict[int, int] = {}
-    sources: list[list[int]] = []
+    origins = Origins([instruction for _, instruction in path])
     operands: dict[tuple[int, ...], Operand] = {}
-    for i, (block, instruction) in enumerate(path):
+    for block, instruction in path:
         if instruction.is_mma:
-            first = instruction.registers(instruction.operands[1])[0]
-            made_by = tuple(writer.get(first + j, -1) for j in range(4))
-            built: set[int] = set()
-            stack = [source for source in made_by if source >= 0]
-            while stack:
-                source = stack.pop()
-                if source not in built and path[source][1].kind not in NOT_ALU:
-                    built.add(source)
-                    stack += sources[source]
+            made_by = origins.of(instruction.registers(instruction.operands[1])[0], 4)
             # Keys meet signed queries, or as halves scaled ones, values unsigned weights.
             name = "K" if instruction.kind == "HMMA" or instruction.name.endswith("U8.S8") else "V"
             # What is not masked is no code: the offsets of keys per channel.
             if all(source >= 0 and path[source][1].kind == "LOP3" for source in made_by):
-                operands.setdefault(made_by, Operand(block, name, instruction.elements, frozenset(built)))
-        written = instruction.written
-        read = instruction.operands[1:] if written else instruction.operands
-        numbers = [number for operand in read for number in instruction.registers(operand)]
-        sources.append([writer[number] for number in numbers if number in writer])
-        for register in written:
-            writer[register] = i
+                built = frozenset(origins.alu(made_by))
+                operands.setdefault(made_by, Operand(block, name, instruction.elements, built))
+        origins.pass_next()
     return list(operands.values())
 
 
@@ -343,38 +365,23 @@ class Tcgen05Kernel:
 
 def built_operands(block: list[Instruction]) -> Iterator[tuple[str, int, int]]:
     """Operands that a basic block builds: name, ALU operations, elements."""
-    writer: dict[int, int] = {}
-    sources: list[list[int]] = []
-    stores: list[tuple[int, int, list[int]]] = []  # codes a register, registers, their writers
-    for i, instruction in enumerate(block):
-        if instruction.kind in ("STTM", "STS"):
-            first = instruction.registers(instruction.operands[-1])[:1]
+    origins = Origins(block)
+    operations: dict[str, set[int]] = {}
+    elements: Counter[str] = Counter()
+    for instruction in block:
+        first = instruction.registers(instruction.operands[-1])[:1] if instruction.kind in ("STTM", "STS") else []
+        if first:
             # A register of 16x256b has four columns of eight lanes.
             count = 4 * int(instruction.name.split(".x")[1]) if instruction.kind == "STTM" else 1
             codes = 4 if instruction.kind == "STTM" else 8
-            stores += [(codes, count, [writer.get(first[0] + j, -1) for j in range(count)])] if first else []
-        written = instruction.written
-        read = instruction.operands[1:] if written else instruction.operands
-        numbers = [number for operand in read for number in instruction.registers(operand)]
-        sources.append([writer[number] for number in numbers if number in writer])
-        for register in written:
-            writer[register] = i
-    operations: dict[str, set[int]] = {}
-    elements: Counter[str] = Counter()
-    for codes, count, made_by in stores:
-        built: set[int] = set()
-        stack = [source for source in made_by if source >= 0]
-        while stack:
-            source = stack.pop()
-            if source not in built and block[source].kind not in NOT_ALU:
-                built.add(source)
-                stack += sources[source]
-        masks = {operand for source in built for operand in block[source].operands if operand.startswith("0x")}
-        if codes == 8 and E2M1_MASK not in masks:
-            continue  # some other store
-        name = "INT2 keys, E2M1" if codes == 8 else "INT4, E4M3" if FOUR_BIT_MASK in masks else "INT2 values, E4M3"
-        operations.setdefault(name, set()).update(built)
-        elements[name] += codes * count
+            built = origins.alu(origins.of(first[0], count))
+            masks = {operand for source in built for operand in block[source].operands if operand.startswith("0x")}
+            if codes == 4 or E2M1_MASK in masks:  # else some other store
+                four_bit = "INT4, E4M3" if FOUR_BIT_MASK in masks else "INT2 values, E4M3"
+                name = "INT2 keys, E2M1" if codes == 8 else four_bit
+                operations.setdefault(name, set()).update(built)
+                elements[name] += codes * count
+        origins.pass_next()
     for name, built in operations.items():
         yield name, len(built), elements[name]
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../combine.h"
+#include "../device_facts.h"
 #include "../launch_overlap.h"
 #include "choice.h"
 #include "decode.h"
@@ -32,22 +33,6 @@ namespace jax_foscar::cuda {
 namespace {
 
 using namespace jax_foscar::blackwell;
-
-struct DeviceFacts {
-  int sms, shared, major;
-};
-
-cudaError_t device_facts(DeviceFacts* facts) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto get = [&](int* value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  };
-  get(&facts->sms, cudaDevAttrMultiProcessorCount);
-  get(&facts->shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  get(&facts->major, cudaDevAttrComputeCapabilityMajor);
-  return error;
-}
 
 template <int kDim, int kRows>
 const char* launch(const DecodeParams& params, const DeviceFacts& facts, Launch plan, CUstream_st* stream) {
