@@ -93,7 +93,7 @@ struct Traits {
   // read rate.
   struct alignas(128) Own {
     Queries queries;
-    ExactRow exact;
+    CopiedRow copied;
     uint64_t barriers[kTileBytes.total() != 0 ? 1 : kNumBarriers];  // only of bulk copies
   };
   struct Sizes {
@@ -190,7 +190,8 @@ __device__ __forceinline__ void attend_exact(const DecodeParams& params, const P
   stream.replace_values();
 }
 
-// Leaves an item, or the warp's part of it.
+// Leaves an item, or the warp's part of it.  Its code is kept short: what is not in the instruction cache comes from
+// behind all the tiles that are under way.
 template <class T>
 __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRows& rows, bool whole, bool bad,
                                        float* piece, int value_group, int lane, const typename T::Queries& queries,
@@ -205,13 +206,21 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
       out.offsets[tile][group] = sum_over_tokens(out.offsets[tile][group]);
       if (negative & 0x11111111u << c) out.offsets[tile][group] = NAN;
     }
-    const int64_t index = rows.index(4 * tile + c);
+    const int in_item = 4 * tile + c;
+    const int64_t index = rows.index(in_item);
     if (index < 0) continue;
-    if (bad || !queries.rows[4 * tile + c].finite) sum = NAN;
-    const bool real = rows.is_real(4 * tile + c);
+    if (bad || !queries.rows[in_item].finite) sum = NAN;
     float max = softmax.max[tile], factor = 1.0f;
+    const bool real = rows.is_real(in_item);
     if (!real) max = -INFINITY, sum = 0.0f;
-    if (whole) factor = real ? normalize(params, index, &max, &sum) : 0.0f;
+    if (whole) {
+      factor = real ? normalize(params, index, &max, &sum) : 0.0f;
+      if (g == 0) params.lse[index] = natural_lse(max, sum);
+    } else if (g == 0) {
+      float* const maxima = piece + T::kRows * T::kDim + in_item;
+      maxima[0] = max, maxima[T::kRows] = sum;
+    }
+    float x[T::Outputs::kRowTiles][2];
 #pragma unroll
     for (int u = 0; u < T::Outputs::kRowTiles; ++u) {
       // The offset of the channel's group.
@@ -222,23 +231,16 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
         offset = 16 * u / value_group == group ? other : offset;
       }
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int channel = 16 * u + 8 * r + g;
-        if (T::kDim % 32 != 0 && channel >= T::kDim) continue;
-        const float x = real ? (out.sums[tile][u][r] + offset) * factor : 0.0f;
-        if (whole) {
-          store_output(params, index * T::kDim + channel, x);
-        } else {
-          piece[(4 * tile + c) * T::kDim + channel] = x;
-        }
-      }
+      for (int r = 0; r < 2; ++r) x[u][r] = real ? (out.sums[tile][u][r] + offset) * factor : 0.0f;
     }
-    if (g != 0) continue;
+    const auto store = [&](auto* to) {
+#pragma unroll
+      for (int u = 0; u < T::kDim / 16; ++u) convert(x[u][0], to + 16 * u), convert(x[u][1], to + 16 * u + 8);
+    };
     if (whole) {
-      params.lse[index] = natural_lse(max, sum);
+      with_output(params, index * T::kDim + g, store);
     } else {
-      piece[T::kRows * T::kDim + 4 * tile + c] = max;
-      piece[T::kRows * (T::kDim + 1) + 4 * tile + c] = sum;
+      store(piece + in_item * T::kDim + g);
     }
   }
 }
@@ -252,30 +254,14 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
   uint8_t* const stages = shared + warp * (ring + sizeof(typename T::Own));
   typename T::Own& own = *reinterpret_cast<typename T::Own*>(stages + ring);
   typename T::Queries& queries = own.queries;
-  const int ratio = params.num_heads / params.num_kv_heads;
-
   int* const scan = reinterpret_cast<int*>(shared + warps * (ring + sizeof(typename T::Own)));
   ptx::wait_for_dependency();
   ptx::launch_dependents();  // combine.cu's CTAs may come as soon as there is room; they wait for this grid's end
-  const Start start = find_start(params, plan.blocks, scan, plan.row_start);
-  if (start.count == 0) return;
-  const int kv_head = start.kv_head;
+  const Worker worker(params);
+  const int kv_head = worker.kv_head;
   // The next item's query rows, what they see, and their numbers.
-  const auto load = [&](int row, int block) {
-    const RowQueries row_queries = params.row_queries(row);
-    const ItemRows rows = {int64_t{row} * params.num_queries,
-                           block * T::kRows,
-                           params.num_queries * ratio,
-                           row_queries.count * ratio,
-                           ratio,
-                           params.num_heads,
-                           kv_head * ratio};
-    __syncwarp();
-    if (lane < T::kRows) {
-      queries.rows[lane].visible =
-          rows.is_real(lane) ? visible(params.features, params.windows, row_queries, (rows.first + lane) / ratio)
-                             : Visible{};
-    }
+  const auto load = [&](const RowQueries& row_queries, int row, int block) {
+    const ItemRows rows(params, row, row_queries.count, block * T::kRows, kv_head);
     T::Keys::call(plan.key_kind, [&](auto kind) {
       using Key = decltype(kind);
       if constexpr (Key::kPerChannel) {
@@ -285,14 +271,29 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
         load_queries<Key::kBits, kGroup>(params, rows, lane, queries);
       }
     });
+    load_visible(params, rows, row_queries, lane, queries.rows);  // behind, while the length is on its way
     return rows;
   };
-  ItemRows rows = load(start.row, start.block);  // before the copies, or it would wait behind them
-  typename T::Stream stream(params, plan, start, stages, own.barriers, &own.exact);
+  // Queries come before the copies, or they would wait behind them.  Those of an even batch come even before the
+  // lengths: where the range would begin is known.
+  const float items = static_cast<float>(params.batch) * plan.blocks;
+  const int guess = min(static_cast<int>(items * worker.range / worker.ranges), params.batch * plan.blocks - 1);
+  int row = guess / plan.blocks, block = guess % plan.blocks;
+  ItemRows rows;
+  const Start start = find_start(params, worker, plan.blocks, scan, plan.row_start,
+                                 [&] { rows = load(params.row_queries(row), row, block); });
+  if (start.count == 0) return;
+  if (row != start.row || block != start.block)
+    rows = load(params.row_queries(start.row, start.work.length), start.row, start.block);
+  typename T::Stream stream(params, plan, kv_head, start, stages, own.barriers, &own.copied);
 
   RowWork work = start.work;
-  int left = start.count;
-  int row = start.row, block = start.block, unit = start.unit;
+  // One warp first finishes an item without having begun it, while it waits for its first tile: the code for that is
+  // then at hand when the first warp comes to the end of an item.
+  bool rehearses = warp == 0;
+  int left = rehearses ? 0 : start.count;
+  int unit = start.unit;
+  row = start.row, block = start.block;
   while (true) {
     // One item, or the part of it that is the warp's.
     Softmax<T::kTiles> softmax;
@@ -325,8 +326,10 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     const bool begins_here = unit == 0;
     const int end = min(work.units, unit + left);
     left -= end - unit;
-    const bool has_tiles = unit < min(end, work.tiles);
-    for (; unit < min(end, work.tiles); ++unit) {
+    unit = max(unit, kIdleUnits);
+    const int tiles_end = ptx::opaque(min(end, work.tiles));
+    const bool has_tiles = unit < tiles_end;
+    for (; unit < tiles_end; ++unit) {
       const int first_token = (work.first_tile + unit) * kTileTokens;
       const bool masked = unit < plain_begin || unit >= plain_end;
       attend_tile<T>(params, plan, stream, work, first_token, masked, lane, queries, softmax, out);
@@ -341,14 +344,18 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
               plan.pieces + (int64_t{blockIdx.x * warps + warp} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
               params.value.per_channel ? T::kDim : params.value.group, lane, queries, softmax, out);
 
+    if (rehearses) {
+      rehearses = false, left = start.count, unit = start.unit;
+      continue;
+    }
     if (left <= 0) break;
     unit = 0;
     if (++block == plan.blocks) {
       block = 0;
-      do work = row_work(params, ++row);
+      do work = stream.work_of(++row);
       while (work.units == 0);
     }
-    rows = load(row, block);
+    rows = load(params.row_queries(row, work.length), row, block);
   }
 }
 

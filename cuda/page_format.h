@@ -17,8 +17,10 @@
 
 #if defined(__CUDACC__)
 #define JF_HOST_DEVICE __host__ __device__
+#define JF_NOINLINE __noinline__
 #else
 #define JF_HOST_DEVICE
+#define JF_NOINLINE
 #endif
 
 namespace jax_foscar {

@@ -44,7 +44,7 @@ struct Pair {
 JF_HOST_DEVICE inline float clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
 
 // 4 / scale, rounded once.
-JF_HOST_DEVICE inline float inverse_of(float scale, bool is_half) {
+JF_HOST_DEVICE inline float inverse_of(float scale, [[maybe_unused]] bool is_half) {
 #if defined(__CUDA_ARCH__)
   // What the division comes to after its checks of ranges, which a f16 cannot leave.
   if (is_half) {

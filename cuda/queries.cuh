@@ -133,6 +133,17 @@ struct Digits {
   }
 };
 
+// Sets what each of an item's rows sees; called behind load_queries, whose first __syncwarp serves both.
+template <class Row, int kRows>
+__device__ __noinline__ void load_visible(const DecodeParams& params, const ItemRows rows, const RowQueries queries,
+                                          int lane, Row (&numbers)[kRows]) {
+  if (lane < kRows) {
+    const int query = (rows.first + lane) / rows.ratio;
+    numbers[lane].visible = rows.is_real(lane) ? visible(params.features, params.windows, queries, query) : Visible{};
+  }
+  __syncwarp();
+}
+
 // Up to 4 kTiles query rows of one KV head, in the warp's shared memory.
 template <int kDim, int kTiles, bool kAnyPerChannel>
 struct Queries {

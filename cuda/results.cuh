@@ -4,19 +4,48 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
+
 #include "params.h"
 #include "sinks.h"
 
 namespace jax_foscar::cuda {
 
-__device__ __forceinline__ void store_output(const DecodeParams& params, int64_t i, float x) {
+__device__ __forceinline__ void convert(float x, float* to) { *to = x; }
+__device__ __forceinline__ void convert(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void convert(float x, __half* to) { *to = __float2half_rn(x); }
+
+// Calls `store` with where output number i is, of its type.
+template <typename Store>
+__device__ __forceinline__ void with_output(const DecodeParams& params, int64_t i, const Store& store) {
   if (params.q_dtype == DType::kBF16) {
-    static_cast<__nv_bfloat16*>(params.out)[i] = __float2bfloat16_rn(x);
+    store(static_cast<__nv_bfloat16*>(params.out) + i);
   } else if (params.q_dtype == DType::kF16) {
-    static_cast<__half*>(params.out)[i] = __float2half_rn(x);
+    store(static_cast<__half*>(params.out) + i);
   } else {
-    static_cast<float*>(params.out)[i] = x;
+    store(static_cast<float*>(params.out) + i);
   }
+}
+
+__device__ __forceinline__ void store_output(const DecodeParams& params, int64_t i, float x) {
+  with_output(params, i, [x](auto* to) { convert(x, to); });
+}
+
+// Four neighbouring channels, i being a multiple of 4.
+__device__ __forceinline__ void store_outputs(const DecodeParams& params, int64_t i, float4 x) {
+  if (params.q_dtype == DType::kF32) {
+    reinterpret_cast<float4*>(params.out)[i / 4] = x;
+    return;
+  }
+  uint2 packed;
+  if (params.q_dtype == DType::kBF16) {
+    const __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(x.x, x.y), __floats2bfloat162_rn(x.z, x.w)};
+    memcpy(&packed, pairs, sizeof packed);
+  } else {
+    const __half2 pairs[2] = {__floats2half2_rn(x.x, x.y), __floats2half2_rn(x.z, x.w)};
+    memcpy(&packed, pairs, sizeof packed);
+  }
+  reinterpret_cast<uint2*>(params.out)[i / 4] = packed;
 }
 
 // Joins the head's sink, where there are sinks, to a softmax of base-2 maximum and sum; returns what an output's sum is

@@ -1,13 +1,12 @@
 // Who does what, decided on the device from the real lengths.
 //
 // Every KV head has the same work, one flattened list of units: rows in order, in each row its blocks of query rows in
-// order, in each block first the row's tiles of 64 quantized tokens, then its chunks of exact tokens.  The list is
-// cut into equal contiguous ranges (all counts stay below 2^31: decode_mma.cu checks), one a worker (a warp) of the
-// head, so that a ragged batch or a single row fills the chip, and an item (row, head, block) wholly inside one range
-// needs no combining.
+// order, in each block first kIdleUnits, which stand for what an item costs beside its tokens, then the row's tiles of
+// 64 quantized tokens, then its chunks of exact tokens.  The list is cut into equal contiguous ranges (all counts stay
+// below 2^31: decode_mma.cu checks), one a worker (a warp) of the head, so that a ragged batch or a single row fills
+// the chip, and an item (row, head, block) wholly inside one range needs no combining.
 //
-// Workers of all heads with the same range are neighbours: the heads of a page lie side by side, and DRAM is read
-// faster where what is read at one time lies together (7 % on an H200).
+// Workers of all heads with the same range are neighbours, since the heads of a page lie side by side.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +18,19 @@ namespace jax_foscar::cuda {
 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
+// What ends one item and begins the next takes about as long as two tiles.
+inline constexpr int kIdleUnits = 2;
+
 // One row's work, the same for each of its items.
 struct RowWork {
   int length;  // tokens cached
   int layer;
   int quantized;    // tokens below it are in pages, but for the sinks
-  int first_tile;   // of the paged tokens
-  int tiles;        // of 64 paged tokens
+  int first_tile;   // what unit 0 would be, were it a tile of 64 paged tokens
+  int tiles;        // units up to the last tile
   int exact_begin;  // exact tokens: [0, exact_sinks) and [exact_begin, length)
   int exact_sinks;
-  int units;  // tiles, then chunks of exact tokens; 0 for a row that is empty, without queries, or cannot be read
+  int units;  // those, then chunks of exact tokens; 0 for a row that is empty, without queries, or cannot be read
   bool bad;   // the length or the layer is out of range: the row's results are NaN
 
   __device__ __forceinline__ int exact_count() const { return exact_sinks + max(length - exact_begin, 0); }
@@ -55,8 +57,8 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
   if (work.bad || queries.count == 0) return work;
   const int first_seen = first_visible(params.features, queries), first_paged = max(windows.sink, first_seen);
   work.quantized = windows.ring == 0 ? work.length : windows.quantized_length(work.length);
-  work.first_tile = first_paged / kTileTokens;
-  if (work.quantized > first_paged) work.tiles = (work.quantized - 1) / kTileTokens + 1 - work.first_tile;
+  work.first_tile = first_paged / kTileTokens - kIdleUnits;
+  work.tiles = work.quantized > first_paged ? (work.quantized - 1) / kTileTokens + 1 - work.first_tile : kIdleUnits;
   if (windows.ring > 0 && work.length > 0) {
     // The oldest query reaches furthest back into the ring.
     const int oldest = params.features.causal ? max(queries.first, 0) : work.length - 1;
@@ -67,6 +69,7 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
   }
   const int chunk = exact_chunk_tokens(params);
   work.units = work.tiles + (work.exact_count() + chunk - 1) / chunk;
+  if (work.units == kIdleUnits) work.units = 0;
   return work;
 }
 
@@ -74,8 +77,19 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
 struct ItemRows {
   int64_t first_query;  // row * T
   int first;            // of the KV head's T * ratio rows
-  int count, real;      // those rows, and those of them whose query is no padding
   int ratio, num_heads, first_head;
+  int count, real;  // those rows, and those of them whose query is no padding
+
+  ItemRows() = default;
+  // Those of a row's KV head from number `first` on; `queries` of the row are real.
+  __device__ __forceinline__ ItemRows(const DecodeParams& params, int row, int queries, int first, int kv_head)
+      : first_query(int64_t{row} * params.num_queries),
+        first(first),
+        ratio(params.num_heads / params.num_kv_heads),
+        num_heads(params.num_heads),
+        first_head(kv_head * ratio) {
+    count = params.num_queries * ratio, real = queries * ratio;
+  }
 
   // Index in [B, T, N] of the item's row r, or -1 past the last.
   __device__ __forceinline__ int64_t index(int r) const {
@@ -89,7 +103,7 @@ struct ItemRows {
 
 // Where a worker begins.
 struct Start {
-  int kv_head, row, block, unit;
+  int row, block, unit;
   int count;     // units of the range
   RowWork work;  // of the row
 };
@@ -103,23 +117,39 @@ __device__ __forceinline__ int scan_lanes(int x, int lane) {
   return x;
 }
 
+// A warp of the grid as a worker.
+struct Worker {
+  int kv_head, range, ranges;  // no worker if range >= ranges
+
+  __device__ __forceinline__ explicit Worker(const DecodeParams& params) {
+    const int warps = blockDim.x / 32, worker = blockIdx.x * warps + threadIdx.x / 32;
+    kv_head = worker % params.num_kv_heads, range = worker / params.num_kv_heads;
+    ranges = gridDim.x * warps / params.num_kv_heads;
+  }
+};
+
 // Every CTA sums all rows' units (a thread takes `chunk` neighbouring rows), then every warp finds its own range.  CTA
 // 0 leaves each row's first unit, counted for one block, in `row_start` for the combine kernel.  `scan` has one int a
-// thread.
-__device__ inline Start find_start(const DecodeParams& params, int blocks, int* scan, int* row_start) {
+// thread.  `meanwhile` is called before the warps wait for each other.
+template <class Call>
+__device__ __forceinline__ Start find_start(const DecodeParams& params, const Worker& worker, int blocks, int* scan,
+                                            int* row_start, const Call& meanwhile) {
   const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32, warps = threads / 32;
   const int chunk = (params.batch + threads - 1) / threads;
   const int first = min(thread * chunk, params.batch), last = min(first + chunk, params.batch);
   int sum = 0;
+#pragma unroll 1
   for (int row = first; row < last; ++row) sum += row_work(params, row).units;
   const int of_warp = scan_lanes(sum, lane);
   scan[thread] = of_warp;
+  meanwhile();
   __syncthreads();
   const int of_warps = scan_lanes(lane < warps ? scan[32 * lane + 31] : 0, lane);  // lane w: warps 0 .. w
   const int all = __shfl_sync(kAllLanes, of_warps, warps - 1);
 
   if (blockIdx.x == 0) {
     int start = of_warp - sum + (warp == 0 ? 0 : __shfl_sync(kAllLanes, of_warps, warp - 1));
+#pragma unroll 1
     for (int row = first; row < last; ++row) {
       row_start[row] = start;
       if (chunk > 1) start += row_work(params, row).units;
@@ -127,15 +157,12 @@ __device__ inline Start find_start(const DecodeParams& params, int blocks, int* 
     if (thread == 0) row_start[params.batch] = all;
   }
 
-  const int ranges = gridDim.x * warps / params.num_kv_heads, worker = blockIdx.x * warps + warp;
-  const int range = worker / params.num_kv_heads;
-  const Cut cut(all * blocks, ranges);
+  const Cut cut(all * blocks, worker.ranges);
   Start start = {};
-  start.kv_head = worker % params.num_kv_heads;
-  start.count = range < ranges ? cut.count(range) : 0;
+  start.count = worker.range < worker.ranges ? cut.count(worker.range) : 0;
   if (start.count == 0) return start;
   // The warp, then the thread, whose rows hold the range's first unit.
-  const int begin = cut.begin(range), target = begin / blocks;
+  const int begin = cut.begin(worker.range), target = begin / blocks;
   const int warps_before = __popc(__ballot_sync(kAllLanes, lane < warps && of_warps <= target));
   int units_before = warps_before == 0 ? 0 : __shfl_sync(kAllLanes, of_warps, warps_before - 1);
   const int of_threads = scan[32 * warps_before + lane];

@@ -24,15 +24,16 @@ inline constexpr bool kHaveBulkCopies = true;
 
 inline constexpr int kNumBarriers = 2 * kMaxStages;  // a stage's keys, its values
 
-// The exact tokens of the row whose units are being copied, kept in shared memory since they are rarely asked for.
-struct ExactRow {
-  int count, sinks;
-  int begin;       // token number i >= sinks is begin + i
+// The row whose units are being copied, kept in shared memory since it is rarely asked for.
+struct CopiedRow {
+  int row;
   int first_slot;  // of the head in the exact arrays, counted in rows of [exact_rows, L, K, S + W]
+  RowWork work;
 
-  // Where token number i is, counted likewise (decode_mma.cu checks that it is below 2^31), or -1 past the last.
+  // Where exact token number i is, counted likewise (decode_mma.cu checks that it is below 2^31), or -1 past the last.
   __device__ __forceinline__ int place(const Windows& windows, int i) const {
-    return i < count ? first_slot + windows.slot(i < sinks ? i : begin + i) : -1;
+    const int token = work.exact_token(i);
+    return token < 0 ? -1 : first_slot + windows.slot(token);
   }
 };
 
@@ -44,16 +45,16 @@ class TileStream {
   static constexpr bool kBulkCopies = kHaveBulkCopies && !Sizes::kFixed;
   static constexpr int kExactUnits = Sizes::kDim / 8;  // of 16 bytes, an exact token's keys or values
 
-  // The stream of the tiles among the units of `start`; `stages` is the warp's ring, `barriers` its mbarriers,
-  // `exact` its ExactRow.
-  __device__ TileStream(const DecodeParams& params, const Plan& plan, const Start& start, uint8_t* stages,
-                        const uint64_t* barriers, ExactRow* exact)
+  // The stream of the tiles of a KV head among the units of `start`; `stages` is the warp's ring, `barriers` its
+  // mbarriers, `copied` its CopiedRow.
+  __device__ TileStream(const DecodeParams& params, const Plan& plan, int kv_head, const Start& start, uint8_t* stages,
+                        const uint64_t* barriers, CopiedRow* copied)
       : params_(params),
         plan_(plan),
-        kv_head_(start.kv_head),
+        kv_head_(kv_head),
         stages_(stages),
         barriers_(ptx::shared_address(barriers)),
-        exact_(*exact),
+        copied_(*copied),
         left_(start.count) {
     const int lane = threadIdx.x % 32;
     if constexpr (Sizes::kFixed) {
@@ -108,6 +109,11 @@ class TileStream {
     next();
   }
 
+  // The work of a row, once its first unit is current.
+  __device__ __forceinline__ RowWork work_of(int row) const {
+    return copied_.row == row ? copied_.work : row_work(params_, row);
+  }
+
   // True if a page id of the item was out of range; another page's tile came instead.  Asked in order, once behind the
   // last tile of each item that has tiles in the range.
   __device__ __forceinline__ bool item_was_bad() {
@@ -152,15 +158,15 @@ class TileStream {
     block_ = 0;
     const int pool = params_.row_entry(row_, params_.pools);
     head_ = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
+    int first_slot = 0;
     if (params_.windows.ring > 0) {
       const int head =
           (params_.row_entry(row_, params_.exact_rows) * params_.layers + work.layer) * params_.num_kv_heads + kv_head_;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0)
-        exact_ = {work.exact_count(), work.exact_sinks, work.exact_begin - work.exact_sinks,
-                  head * (params_.windows.sink + params_.windows.ring)};
-      __syncwarp();
+      first_slot = head * (params_.windows.sink + params_.windows.ring);
     }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) copied_ = {row_, first_slot, work};
+    __syncwarp();
     table_ = params_.page_table + int64_t{params_.row_entry(row_, params_.table_rows)} * params_.table_width;
   }
 
@@ -174,7 +180,9 @@ class TileStream {
         set_row(row_work(params_, row_));
       }
     }
-    if (unit_ >= tiles_) return;
+    const int idle = kIdleUnits - unit_;
+    if (idle > 0) unit_ += idle, left_ -= idle;
+    if (left_ <= 0 || unit_ >= tiles_) return;
     page_ = (first_tile_ + unit_) / plan_.page_tiles, tile_in_page_ = (first_tile_ + unit_) % plan_.page_tiles;
     id_ = table_[page_];
   }
@@ -183,7 +191,7 @@ class TileStream {
   __device__ __forceinline__ void copy_keys() {
     if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
       const int lane = threadIdx.x % 32, tokens = exact_chunk_tokens(params_);
-      tile_ = lane < tokens ? exact_.place(params_.windows, (unit_ - tiles_) * tokens + lane) : -1;
+      tile_ = lane < tokens ? copied_.place(params_.windows, (unit_ - tiles_) * tokens + lane) : -1;
       copy_exact(0, params_.key.exact, 0);
     } else if (left_ > 0) {
       if (static_cast<unsigned>(id_) >= static_cast<unsigned>(params_.pages)) [[unlikely]]
@@ -274,7 +282,7 @@ class TileStream {
   const int kv_head_;
   const uint8_t* stages_;  // the current stage
   const uint32_t barriers_;
-  ExactRow& exact_;
+  CopiedRow& copied_;
   int stage_ = 0;
   uint32_t phase_ = 0;
   uint32_t bad_ = 0;  // of the items with tiles, by their number modulo 32: at most kMaxStages are under way

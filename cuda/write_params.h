@@ -36,7 +36,7 @@ struct WriteParams : CacheShape {
   int num_tokens;             // T
   int layer_rows;
 
-  JF_HOST_DEVICE constexpr RowWrite plan(int row) const {
+  JF_HOST_DEVICE RowWrite plan(int row) const {
     const int n = length[row], count = num_new[row], index = layer[row_entry(row, layer_rows)];
     const bool good = count <= num_tokens && count <= n && index >= 0 && index < layers;
     if (count <= 0 || !good) return {0, 0, 0, 0, 0, count > 0};
@@ -59,7 +59,7 @@ struct WriteParams : CacheShape {
   }
 
   // Page `number` of a row, as an index of the leading [U, L, P] axes, or -1 if it cannot be written.
-  JF_HOST_DEVICE constexpr int64_t page(int row, int layer_index, int number) const {
+  JF_HOST_DEVICE int64_t page(int row, int layer_index, int number) const {
     return number < table_width ? page_index(row, layer_index, page_table[int64_t{row} * table_width + number]) : -1;
   }
 
