@@ -111,6 +111,11 @@ def microseconds(step: Callable[..., jax.Array], q: jax.Array, operands: object,
     return (seconds_of(3 * calls) - seconds_of(calls)) / (2 * calls) * 1e6
 
 
+def calls_for(nbytes: int) -> int:
+    """Calls in a program, each of which reads ``nbytes``: short ones need many, or the start's jitter shows."""
+    return min(max((8 << 30) // nbytes, 8), 64)
+
+
 def ours(shape: Shape, fmt: KVFormat, dtype: str, implementation: str | None, repeats: int) -> tuple[float, int, float]:
     """Microseconds a call, bytes a call reads, relative L2 error.
 
@@ -126,7 +131,8 @@ def ours(shape: Shape, fmt: KVFormat, dtype: str, implementation: str | None, re
         return attend(q, cache, layer=i % layers)
 
     error = check(cache, q, jax.jit(attend)(q, cache))
-    return microseconds(step, q, cache, max(layers, 8), repeats), bytes_read(cache), error
+    nbytes = bytes_read(cache)
+    return microseconds(step, q, cache, calls_for(nbytes), repeats), nbytes, error
 
 
 def unquantized(shape: Shape, dtype: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -146,7 +152,7 @@ def jax_nn(shape: Shape, dtype: str, implementation: str, repeats: int) -> float
         k, v, lengths = operands
         return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=implementation)
 
-    return microseconds(step, q, operands, 4, repeats)
+    return microseconds(step, q, operands, calls_for(operands[0].nbytes + operands[1].nbytes), repeats)
 
 
 def pallas(shape: Shape, repeats: int) -> float:
@@ -159,4 +165,4 @@ def pallas(shape: Shape, repeats: int) -> float:
         k, v, lengths = operands
         return pallas_decode.gqa(q, k, v, kv_seq_len=lengths)
 
-    return microseconds(step, q[:, 0], operands, 4, repeats)
+    return microseconds(step, q[:, 0], operands, calls_for(operands[0].nbytes + operands[1].nbytes), repeats)

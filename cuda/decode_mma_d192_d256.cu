@@ -9,6 +9,7 @@ using Any =
 
 constexpr DecodeVariant kVariants[] = {
     one_kind<Token<4>, Token<4>, 256, 1>(),
+    one_kind<Token<2>, Token<2>, 256, 1>(),
     any_kind<Any, 256, 1>(),
     any_kind<Any, 256, 2>(),
     any_kind<Any, 192, 1>(),
