@@ -13,13 +13,13 @@
 
 #include "decode_generic.h"
 #include "generic_tile.cuh"
+#include "ptx.cuh"
 #include "sinks.h"
 
 namespace jax_foscar::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <int kRows>
 struct Shared {

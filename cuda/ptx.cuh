@@ -3,7 +3,11 @@
 
 #include <cstdint>
 
-namespace jax_foscar::cuda::ptx {
+namespace jax_foscar::cuda {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;  // of a warp, for votes and shuffles
+
+namespace ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -73,8 +77,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// --- Programmatic dependent launch, a no-op before sm_90
-// ---------------------------------------------------------------
+// --- Programmatic dependent launch, a no-op before sm_90 -------------------------------------------------------------
 
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -152,4 +155,5 @@ __device__ __forceinline__ float max_nan(float x, float y) {
   return z;
 }
 
-}  // namespace jax_foscar::cuda::ptx
+}  // namespace ptx
+}  // namespace jax_foscar::cuda

@@ -13,10 +13,9 @@
 
 #include "cut.h"
 #include "params.h"
+#include "ptx.cuh"
 
 namespace jax_foscar::cuda {
-
-inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // What ends one item and begins the next takes about as long as two tiles.
 inline constexpr int kIdleUnits = 2;

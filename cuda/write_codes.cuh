@@ -47,4 +47,40 @@ __device__ void add_code(uint32_t* bytes, int shift, float x, float2 group) {
   *bytes += bits_of_float(__fmaf_rn(part, kTop<kBits>, 0x1.8p23f)) << shift;
 }
 
+// --- Four neighbouring channels of a token ---------------------------------------------------------------------------
+
+__device__ inline float channel(uint2 x, int i) {
+  const uint32_t pair = i < 2 ? x.x : x.y;
+  return i % 2 == 0 ? low_half(pair) : high_half(pair);
+}
+
+// What `scaled` gives for the group of each.
+struct Groups {
+  float2 of[4];
+
+  __device__ explicit Groups(float2 all) : of{all, all, all, all} {}
+  __device__ explicit Groups(const float2* each) {
+    const float4* pairs = reinterpret_cast<const float4*>(each);
+    const float4 low = pairs[0], high = pairs[1];
+    of[0] = make_float2(low.x, low.y), of[1] = make_float2(low.z, low.w);
+    of[2] = make_float2(high.x, high.y), of[3] = make_float2(high.z, high.w);
+  }
+};
+
+// Their codes, as the bytes of a word.
+template <int kBits>
+__device__ uint32_t four_codes(uint2 x, const Groups& groups) {
+  uint32_t bytes = kEmpty;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) add_code<kBits>(&bytes, 8 * i, channel(x, i), groups.of[i]);
+  return bytes;
+}
+
+// Their codes, as one byte of a word each.
+template <int kBits>
+__device__ void add_codes(uint32_t (&words)[4], int byte, uint2 x, const Groups& groups) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) add_code<kBits>(&words[i], 8 * byte, channel(x, i), groups.of[i]);
+}
+
 }  // namespace jax_foscar::cuda::whole

@@ -16,8 +16,6 @@
 
 namespace jax_foscar::cuda {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 // Tokens wait as Stage: uint16_t is bfloat16, which is all that formats with exact tokens know.
 // Shared memory: tokens [tile_tokens][stage_stride], then the Affine of each group.  A row is padded by 16 bytes,
 // so that the lanes of a warp that hold neighbouring pairs of tokens meet other banks.

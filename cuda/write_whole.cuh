@@ -63,7 +63,7 @@ __device__ int scatter_minima(uint32_t (&items)[kSize]) {
   for (int i = 0; i < kKept; ++i) {
     uint32_t keep = items[i], send = items[i];
     if constexpr (kHalve) keep = upper ? items[i + kKept] : items[i], send = upper ? items[i] : items[i + kKept];
-    items[i] = min2(keep, __shfl_xor_sync(0xffffffffu, send, kBit));
+    items[i] = min2(keep, __shfl_xor_sync(kAllLanes, send, kBit));
   }
   int first = upper ? kKept : 0;
   if constexpr (sizeof...(kRest) > 0) first += scatter_minima<kKept, kUnit, kRest...>(items);
@@ -135,13 +135,7 @@ __device__ void by_token(const Tile& tile) {
 #pragma unroll
         for (int f = 0; f < kFields; ++f) {
           const int i = b * (8 / kBits) + key_field_channel(kBits, false, f) / 16;
-          const float2 group = groups[i / kGroupLoads];
-          uint32_t bytes = kEmpty;
-          add_code<kBits>(&bytes, 0, low_half(x[i].x), group);
-          add_code<kBits>(&bytes, 8, high_half(x[i].x), group);
-          add_code<kBits>(&bytes, 16, low_half(x[i].y), group);
-          add_code<kBits>(&bytes, 24, high_half(x[i].y), group);
-          words[b] += bytes << (kBits * f);
+          words[b] += four_codes<kBits>(x[i], Groups(groups[i / kGroupLoads])) << (kBits * f);
         }
       }
       const int n = token / 8 * kBlocks;
@@ -173,7 +167,7 @@ __device__ inline void store_values(uint8_t* row_block, const uint32_t (&words)[
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       keep[half][e] = upper ? words[half][2 + e] : words[half][e];
-      other[half][e] = __shfl_xor_sync(0xffffffffu, upper ? words[half][e] : words[half][2 + e], 8);
+      other[half][e] = __shfl_xor_sync(kAllLanes, upper ? words[half][e] : words[half][2 + e], 8);
     }
   uint4* to = reinterpret_cast<uint4*>(row_block) + lane / 4 % 2 * 16 + (upper ? 8 : 0) + lane % 4;
 #pragma unroll
@@ -199,13 +193,9 @@ __device__ void values_by_token(const Tile& tile) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const uint2 x = tile.load4(first + value_token(i), b * (128 / kBits) + 16 * f + 4 * q);
-        const float2 group = groups[value_token(i) * kGroups];
         uint32_t (&word)[4] = bytes[i / 4];
         if (i % 4 == 0) word[0] = word[1] = word[2] = word[3] = kEmpty;
-        add_code<kBits>(&word[0], 8 * (i % 4), low_half(x.x), group);
-        add_code<kBits>(&word[1], 8 * (i % 4), high_half(x.x), group);
-        add_code<kBits>(&word[2], 8 * (i % 4), low_half(x.y), group);
-        add_code<kBits>(&word[3], 8 * (i % 4), high_half(x.y), group);
+        add_codes<kBits>(word, i % 4, x, Groups(groups[value_token(i) * kGroups]));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) words[i / 4][i % 4] += bytes[i / 4][i % 4] << (kBits * f);
@@ -263,17 +253,9 @@ __device__ void keys_by_channel(const Tile& tile) {
     __syncwarp();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const float4* groups = reinterpret_cast<const float4*>(tile.groups + g * tile.dim + first);
-      const float4 low = groups[0], high = groups[1];
+      const Groups groups(tile.groups + g * tile.dim + first);
 #pragma unroll
-      for (int j = g * kCount; j < (g + 1) * kCount; ++j) {
-        uint32_t bytes = kEmpty;
-        add_code<kBits>(&bytes, 0, low_half(x[j].x), make_float2(low.x, low.y));
-        add_code<kBits>(&bytes, 8, high_half(x[j].x), make_float2(low.z, low.w));
-        add_code<kBits>(&bytes, 16, low_half(x[j].y), make_float2(high.x, high.y));
-        add_code<kBits>(&bytes, 24, high_half(x[j].y), make_float2(high.z, high.w));
-        words[j] += bytes << (kBits * f);
-      }
+      for (int j = g * kCount; j < (g + 1) * kCount; ++j) words[j] += four_codes<kBits>(x[j], groups) << (kBits * f);
     }
     f = (f + 1) % kFields;
     if (f == 0) {
@@ -323,17 +305,13 @@ __device__ void values_by_channel(const Tile& tile) {
     }
     keep_channel<kBits>(tile, first + mine, ranges, lane & 2, kGroup == 32 || lane < 16);
     __syncwarp();
-    const float4* groups = reinterpret_cast<const float4*>(tile.groups + first);
-    const float4 low = groups[0], high = groups[1];
+    const Groups groups(tile.groups + first);
     uint32_t bytes[2][4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       uint32_t (&word)[4] = bytes[i / 4];
       if (i % 4 == 0) word[0] = word[1] = word[2] = word[3] = kEmpty;
-      add_code<kBits>(&word[0], 8 * (i % 4), low_half(x[i].x), make_float2(low.x, low.y));
-      add_code<kBits>(&word[1], 8 * (i % 4), high_half(x[i].x), make_float2(low.z, low.w));
-      add_code<kBits>(&word[2], 8 * (i % 4), low_half(x[i].y), make_float2(high.x, high.y));
-      add_code<kBits>(&word[3], 8 * (i % 4), high_half(x[i].y), make_float2(high.z, high.w));
+      add_codes<kBits>(word, i % 4, x[i], groups);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i / 4][i % 4] += bytes[i / 4][i % 4] << (kBits * f);
