@@ -149,6 +149,18 @@ def test_flat(tokens, text, implementation):
         check_attention(attend(q, cache, implementation=implementation), q, cache, implementation)
 
 
+@implementations
+@pytest.mark.parametrize("num_queries", [1, 3])
+@pytest.mark.parametrize("text", ["k4t,v4t", "k2c32,v2t,sink4,recent20"])
+def test_one_long_row_among_short_ones(text, num_queries, implementation):
+    """A GPU shares a long row out to many workers and merges their parts in other ways than those of few."""
+    lengths = (1, 64, 0, 300, 4090, *range(120, 132))
+    with on(implementation):
+        cache = make_cache(KVFormat.parse(text), random_rows(lengths, heads=1, dim=64), capacity=4096)
+        q = queries((len(lengths), num_queries, 16, 64))
+        check_attention(attend(q, cache, implementation=implementation), q, cache, implementation)
+
+
 REAL = Path(__file__).parent / "data" / "smollm2_kv.npz"
 
 
