@@ -254,3 +254,38 @@ class Graph:
                 elif successor in self.loops[head] and position[successor] > position[block]:
                     best[successor] = max(best.get(successor, (score, [*path, block])), (score, [*path, block]))
         return max(ends)[1]
+
+
+class Origins:
+    """Which instructions of a straight run made what a register holds; told of each in order."""
+
+    def __init__(self, instructions: list[Instruction]) -> None:
+        self.instructions = instructions
+        self.writer: dict[int, int] = {}
+        self.sources: list[list[int]] = []
+
+    def of(self, first: int, count: int) -> tuple[int, ...]:
+        """The last writers of registers from ``first`` on; -1 where it is none of the run."""
+        return tuple(self.writer.get(first + j, -1) for j in range(count))
+
+    def alu(self, made_by: tuple[int, ...]) -> set[int]:
+        """The ALU operations behind some writers, back to loads."""
+        built: set[int] = set()
+        stack = [source for source in made_by if source >= 0]
+        while stack:
+            source = stack.pop()
+            if source not in built and self.instructions[source].kind not in NOT_ALU:
+                built.add(source)
+                stack += self.sources[source]
+        return built
+
+    def pass_next(self) -> None:
+        """Goes past the next instruction."""
+        i = len(self.sources)
+        instruction = self.instructions[i]
+        written = instruction.written
+        read = instruction.operands[1:] if written else instruction.operands
+        numbers = [number for operand in read for number in instruction.registers(operand)]
+        self.sources.append([self.writer[number] for number in numbers if number in self.writer])
+        for register in written:
+            self.writer[register] = i
