@@ -228,7 +228,8 @@ __device__ __forceinline__ void store(const DecodeParams& params, int64_t index,
   if (lane == 0) params.lse[index] = natural_lse(merged.max, merged.sum);
 }
 
-// kOwn: a CTA has a query row; else `warp_ctas` CTAs have one a warp, and the rest are for rows of many pieces.
+// kOwn: a CTA has a query row; else `warp_ctas` CTAs have one a warp, and the rest are for rows of many pieces.  With
+// seven CTAs an SM those of middling batches are resident at once; for eight, registers would spill.
 template <bool kOwn, int kQuads>
 __global__ void __launch_bounds__(32 * (kOwn ? kManyWarps : kWarps), kOwn ? 1 : 7 / kQuads)
     combine(const __grid_constant__ DecodeParams params, const __grid_constant__ Left left, int warp_ctas) {
