@@ -14,8 +14,8 @@
 namespace jax_foscar::cuda {
 namespace {
 
-constexpr DecodeVariants (*kTables[])() = {decode_variants_d128, decode_variants_d128_any, decode_variants_d64,
-                                           decode_variants_d80_d96, decode_variants_d192_d256};
+constexpr DecodeVariants (*kTables[])() = {decode_variants_d128,    decode_variants_d128_any, decode_variants_d64,
+                                           decode_variants_d80_d96, decode_variants_d192,     decode_variants_d256};
 
 // A variant, and the lines of its lists.
 struct Choice {

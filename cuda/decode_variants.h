@@ -66,6 +66,7 @@ DecodeVariants decode_variants_d128();      // one kind each
 DecodeVariants decode_variants_d128_any();  // all kinds
 DecodeVariants decode_variants_d64();
 DecodeVariants decode_variants_d80_d96();
-DecodeVariants decode_variants_d192_d256();
+DecodeVariants decode_variants_d192();
+DecodeVariants decode_variants_d256();
 
 }  // namespace jax_foscar::cuda
