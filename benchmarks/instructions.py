@@ -47,6 +47,7 @@ from sass import (
     Instruction,
     Origins,
     call,
+    compile_and_disassemble,
     disassemble,
     tool,
 )
@@ -76,11 +77,7 @@ PUBLISHED = [
 
 def compile_benchmark(name: str, arch: str) -> dict[str, Function]:
     """The functions of one of the CUDA files beside this one."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / f"{name}.cubin"
-        flags = ["-std=c++17", "--expt-relaxed-constexpr", f"-arch={arch}", f"-I{ROOT / 'cuda'}"]
-        call(tool("nvcc"), "-cubin", *flags, "-o", cubin, ROOT / "benchmarks" / f"{name}.cu")
-        return disassemble(cubin)
+    return compile_and_disassemble(ROOT / "benchmarks" / f"{name}.cu", f"-arch={arch}", f"-I{ROOT / 'cuda'}")
 
 
 # --- Operand forms ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,14 @@ def parse(sass: str) -> dict[str, Function]:
 
 def disassemble(cubin: Path) -> dict[str, Function]:
     return parse(call(tool("nvdisasm"), "-c", cubin))
+
+
+def compile_and_disassemble(source: Path, *flags: str) -> dict[str, Function]:
+    """The functions of a CUDA file, compiled for the one architecture that the flags name."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / f"{source.stem}.cubin"
+        call(tool("nvcc"), "-cubin", "-std=c++17", "--expt-relaxed-constexpr", *flags, "-o", cubin, source)
+        return disassemble(cubin)
 
 
 class Graph:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-from sass import ROOT, SPILLS, Graph, Instruction, Origins, call, disassemble, tool
+from sass import ROOT, SPILLS, Graph, Instruction, Origins, compile_and_disassemble
 
 PUBLISHED = [("INT4 as E4M3 (Blackwell)", 0.38), ("INT2 as E2M1 (Blackwell)", 0.19)]
 E2M1_MASK = "0x33333333"
@@ -60,11 +58,8 @@ def built_operands(block: list[Instruction]) -> Iterator[tuple[str, int, int]]:
 
 
 def kernels() -> list[Kernel]:
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "decode_tcgen05.cubin"
-        flags = ["-std=c++17", "--expt-relaxed-constexpr", "-gencode=arch=compute_100f,code=sm_100f"]
-        call(tool("nvcc"), "-cubin", *flags, "-o", cubin, ROOT / "cuda" / "blackwell" / "decode_tcgen05.cu")
-        functions = disassemble(cubin)
+    source = ROOT / "cuda" / "blackwell" / "decode_tcgen05.cu"
+    functions = compile_and_disassemble(source, "-gencode=arch=compute_100f,code=sm_100f")
     found = []
     for name, function in functions.items():
         match = re.search(r"decode_tcgen05ILi(\d+)ELi(\d+)E", name)

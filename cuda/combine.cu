@@ -19,8 +19,10 @@ namespace jax_foscar::cuda {
 namespace {
 
 constexpr int kFewPieces = 8;  // that a warp has under way at once, or half of them where outputs are wide
-constexpr int kFewRows = 256;  // that are all resident at once with a CTA of kManyWarps each
-constexpr int kManyWarps = 16, kWarps = 4;
+constexpr int kFewRows = 256;  // that are all resident at once with a CTA each
+
+// Of a CTA: one with a row of its own, or another.
+constexpr int warps_of(bool own) { return own ? 16 : 4; }
 
 __device__ float load_query(const DecodeParams& params, int64_t i) {
   if (params.q_dtype == DType::kF32) return static_cast<const float*>(params.q)[i];
@@ -231,9 +233,9 @@ __device__ __forceinline__ void store(const DecodeParams& params, int64_t index,
 // kOwn: a CTA has a query row; else `warp_ctas` CTAs have one a warp, and the rest are for rows of many pieces.  With
 // seven CTAs an SM those of middling batches are resident at once; for eight, registers would spill.
 template <bool kOwn, int kQuads>
-__global__ void __launch_bounds__(32 * (kOwn ? kManyWarps : kWarps), kOwn ? 1 : 7 / kQuads)
+__global__ void __launch_bounds__(32 * warps_of(kOwn), kOwn ? 1 : 7 / kQuads)
     combine(const __grid_constant__ DecodeParams params, const __grid_constant__ Left left, int warp_ctas) {
-  constexpr int kWarps = kOwn ? kManyWarps : cuda::kWarps;
+  constexpr int kWarps = warps_of(kOwn);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cta = blockIdx.x;
   const bool shared = kOwn || cta >= warp_ctas;  // by the CTA's warps
   const QueryRow own(params, left, kOwn ? cta : int64_t{cta} * kWarps + warp);
@@ -291,10 +293,11 @@ const char* launch_combine(const DecodeParams& params, const int* row_start, con
   const auto choose = [own](auto quads) { return own ? combine<true, quads> : combine<false, quads>; };
   const auto kernel =
       params.value.dim <= 128 ? choose(std::integral_constant<int, 1>{}) : choose(std::integral_constant<int, 2>{});
-  const int warp_ctas = own ? 0 : static_cast<int>((query_rows + kWarps - 1) / kWarps);
+  const int warps = warps_of(own);
+  const int warp_ctas = own ? 0 : static_cast<int>((query_rows + warps - 1) / warps);
   const int row_ctas = own ? static_cast<int>(query_rows) : (left.ranges - 1) / kFewPieces * params.num_kv_heads * rows;
   cudaLaunchConfig_t config = {};
-  config.blockDim = dim3(32 * (own ? kManyWarps : kWarps));
+  config.blockDim = dim3(32 * warps);
   config.gridDim = dim3(warp_ctas + row_ctas);
   config.stream = stream;
   LaunchOverlap attribute;

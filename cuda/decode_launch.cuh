@@ -52,6 +52,11 @@ using Token = Kind<kBits, false, kGroup>;
 template <int kBits, int kGroup = 0>
 using Channel = Kind<kBits, true, kGroup>;
 
+// Every kind, and those without groups of 64 channels, for head dims that these do not divide, or that are one.
+using AllKinds =
+    KindList<Token<4>, Token<2>, Token<4, 64>, Token<2, 64>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
+using KindsTo32 = KindList<Token<4>, Token<2>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
+
 // The same kinds for keys and values, chosen at run time.
 template <class Kinds, int kDim, int kTiles, int kPairBytes = 4>
 constexpr DecodeVariant any_kind() {

@@ -34,12 +34,8 @@ int find_kind(const QuantKind* kinds, int count, const OperandParams& operand) {
   return -1;
 }
 
-int64_t rows_a_kv_head(const DecodeParams& params) {
-  return int64_t{params.num_queries} * (params.num_heads / params.num_kv_heads);
-}
-
 Choice choose(const DecodeParams& params) {
-  const int tiles = item_rows(rows_a_kv_head(params), params.value.dim) / 4;
+  const int tiles = item_rows(params.rows_a_kv_head(), params.value.dim) / 4;
   const int pair_bytes = params.param_dtype == DType::kF32 ? 8 : 4;
   for (const auto table : kTables) {
     const DecodeVariants variants = table();
@@ -70,7 +66,7 @@ const char* refuse_decode_mma(const DecodeParams& params) {
   // The schedule counts in 32 bits; a row and item has at most this many units.
   const int64_t most_units = int64_t{params.table_width} * params.page_size / kTileTokens +
                              (params.windows.sink + params.windows.ring) / 8 + 2 + kIdleUnits;
-  const int64_t rows = 4 * choice.variant->tiles, blocks = (rows_a_kv_head(params) + rows - 1) / rows;
+  const int64_t rows = 4 * choice.variant->tiles, blocks = (params.rows_a_kv_head() + rows - 1) / rows;
   if (most_units * params.batch * params.num_kv_heads * blocks > INT32_MAX)
     return "jax_foscar decode_attention: too much work for the fast kernel's 32-bit counts";
   if (int64_t{params.pools} * params.layers * params.pages * params.num_kv_heads * params.page_size / kTileTokens >
@@ -90,22 +86,19 @@ const char* launch_decode_mma(const DecodeParams& params, void* workspace, size_
                               CUstream_st* stream) {
   const Choice choice = choose(params);
   const DecodeVariant& variant = *choice.variant;
-  const int64_t needed = jax_foscar::workspace_bytes(params.batch, params.num_queries, params.num_heads,
-                                                     params.num_kv_heads, params.value.dim);
-  if (workspace == nullptr || static_cast<int64_t>(workspace_bytes) < needed)
-    return "jax_foscar decode_attention: the workspace is too small";
+  const Workspace parts(params, workspace, workspace_bytes);
+  if (parts.pieces == nullptr) return "jax_foscar decode_attention: the workspace is too small";
   DeviceFacts facts = {};
   const cudaError_t error = device_facts(&facts);
   if (error != cudaSuccess) return cudaGetErrorString(error);
 
   const int rows = 4 * variant.tiles;
   Plan plan = {};
-  plan.blocks = static_cast<int>((rows_a_kv_head(params) + rows - 1) / rows);
+  plan.blocks = static_cast<int>((params.rows_a_kv_head() + rows - 1) / rows);
   plan.page_tiles = params.page_size / kTileTokens;
   plan.key_kind = choice.key_kind, plan.value_kind = choice.value_kind;
   plan.bytes = tile_bytes(params, variant.pair_bytes);
-  plan.row_start = static_cast<int*>(workspace);
-  plan.pieces = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + workspace_header_bytes(params.batch));
+  plan.row_start = parts.row_start, plan.pieces = parts.pieces;
   // As many warps as shared memory holds, with two stages each where the number is free, then as many stages.
   const auto warp_shared = [&](int stages) { return stages * plan.bytes.total() + variant.warp_bytes; };
   plan.stages = variant.stages > 0 ? variant.stages : 2;

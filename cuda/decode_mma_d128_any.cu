@@ -4,14 +4,11 @@
 namespace jax_foscar::cuda {
 namespace {
 
-using Any =
-    KindList<Token<4>, Token<2>, Token<4, 64>, Token<2, 64>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
-
 constexpr DecodeVariant kVariants[] = {
-    any_kind<Any, 128, 1>(),
-    any_kind<Any, 128, 2>(),
-    any_kind<Any, 128, 4>(),
-    any_kind<Any, 128, 1, 8>(),
+    any_kind<AllKinds, 128, 1>(),
+    any_kind<AllKinds, 128, 2>(),
+    any_kind<AllKinds, 128, 4>(),
+    any_kind<AllKinds, 128, 1, 8>(),
 };
 
 }  // namespace

@@ -4,12 +4,9 @@
 namespace jax_foscar::cuda {
 namespace {
 
-using Any =
-    KindList<Token<4>, Token<2>, Token<4, 64>, Token<2, 64>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
-
 constexpr DecodeVariant kVariants[] = {
-    any_kind<Any, 192, 1>(),
-    any_kind<Any, 192, 2>(),
+    any_kind<AllKinds, 192, 1>(),
+    any_kind<AllKinds, 192, 2>(),
 };
 
 }  // namespace

@@ -4,14 +4,11 @@
 namespace jax_foscar::cuda {
 namespace {
 
-using Any =
-    KindList<Token<4>, Token<2>, Token<4, 64>, Token<2, 64>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
-
 constexpr DecodeVariant kVariants[] = {
     one_kind<Token<4>, Token<4>, 256, 1>(),
     one_kind<Token<2>, Token<2>, 256, 1>(),
-    any_kind<Any, 256, 1>(),
-    any_kind<Any, 256, 2>(),
+    any_kind<AllKinds, 256, 1>(),
+    any_kind<AllKinds, 256, 2>(),
 };
 
 }  // namespace

@@ -4,15 +4,9 @@
 namespace jax_foscar::cuda {
 namespace {
 
-using Any = KindList<Token<4>, Token<2>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
-
 constexpr DecodeVariant kVariants[] = {
-    one_kind<Token<4>, Token<4>, 64, 1>(),
-    one_kind<Token<2>, Token<2>, 64, 1>(),
-    any_kind<Any, 64, 1>(),
-    any_kind<Any, 64, 2>(),
-    any_kind<Any, 64, 4>(),
-    any_kind<Any, 64, 1, 8>(),
+    one_kind<Token<4>, Token<4>, 64, 1>(), one_kind<Token<2>, Token<2>, 64, 1>(), any_kind<KindsTo32, 64, 1>(),
+    any_kind<KindsTo32, 64, 2>(),          any_kind<KindsTo32, 64, 4>(),          any_kind<KindsTo32, 64, 1, 8>(),
 };
 
 }  // namespace

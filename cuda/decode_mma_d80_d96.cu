@@ -5,13 +5,12 @@ namespace jax_foscar::cuda {
 namespace {
 
 using Any80 = KindList<Token<4>, Token<2>, Channel<4>, Channel<2>>;
-using Any96 = KindList<Token<4>, Token<2>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
 
 constexpr DecodeVariant kVariants[] = {
     any_kind<Any80, 80, 1>(),
     any_kind<Any80, 80, 2>(),
-    any_kind<Any96, 96, 1>(),
-    any_kind<Any96, 96, 2>(),
+    any_kind<KindsTo32, 96, 1>(),
+    any_kind<KindsTo32, 96, 2>(),
 };
 
 }  // namespace

@@ -81,6 +81,9 @@ struct DecodeParams : CacheShape {
   float scale;  // multiplies the logits
   DType q_dtype;
 
+  // Query rows that share a KV head.
+  JF_HOST_DEVICE constexpr int64_t rows_a_kv_head() const { return int64_t{num_queries} * (num_heads / num_kv_heads); }
+
   // The queries of a row, in a cache whose length is not yet held against its capacity.
   JF_HOST_DEVICE RowQueries row_queries(int row) const { return row_queries(row, length[row_entry(row, length_rows)]); }
   // The same where the row's length has been read.

@@ -8,7 +8,10 @@
 // It arrives uninitialised; the decode kernel writes what the combine kernel reads.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#include "params.h"
 
 namespace jax_foscar {
 
@@ -29,5 +32,19 @@ constexpr int64_t workspace_bytes(int64_t batch, int64_t num_queries, int64_t nu
   const int rows = item_rows(num_queries * (num_heads / num_kv_heads), value_dim);
   return workspace_header_bytes(batch) + 4 * 2 * kMaxWorkers * piece_floats(rows, value_dim);
 }
+
+// Its parts; null where it is too small for the call.
+struct Workspace {
+  int* row_start = nullptr;
+  float* pieces = nullptr;
+
+  Workspace(const DecodeParams& params, void* memory, size_t bytes) {
+    const int64_t needed =
+        workspace_bytes(params.batch, params.num_queries, params.num_heads, params.num_kv_heads, params.value.dim);
+    if (memory == nullptr || static_cast<int64_t>(bytes) < needed) return;
+    row_start = static_cast<int*>(memory);
+    pieces = reinterpret_cast<float*>(static_cast<uint8_t*>(memory) + workspace_header_bytes(params.batch));
+  }
+};
 
 }  // namespace jax_foscar

@@ -56,10 +56,6 @@ const char* launch(const DecodeParams& params, const DeviceFacts& facts, Launch 
   return launch_combine(params, plan.row_start, plan.pieces, grid, kRows, 1, true, stream);
 }
 
-int64_t rows_a_kv_head(const DecodeParams& params) {
-  return int64_t{params.num_queries} * (params.num_heads / params.num_kv_heads);
-}
-
 }  // namespace
 
 bool has_tcgen05() { return true; }
@@ -81,17 +77,14 @@ const char* refuse_decode_tcgen05(const DecodeParams& params) {
 
 const char* launch_decode_tcgen05(const DecodeParams& params, void* workspace, size_t workspace_bytes,
                                   CUstream_st* stream) {
-  const int64_t needed = jax_foscar::workspace_bytes(params.batch, params.num_queries, params.num_heads,
-                                                     params.num_kv_heads, params.value.dim);
-  if (workspace == nullptr || static_cast<int64_t>(workspace_bytes) < needed)
-    return "jax_foscar decode_attention: the workspace is too small";
+  const Workspace parts(params, workspace, workspace_bytes);
+  if (parts.pieces == nullptr) return "jax_foscar decode_attention: the workspace is too small";
   DeviceFacts facts = {};
   const cudaError_t error = device_facts(&facts);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   Launch plan = {};
-  plan.row_start = static_cast<int*>(workspace);
-  plan.pieces = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + workspace_header_bytes(params.batch));
-  const bool few = kernel_rows(rows_a_kv_head(params)) == 4;
+  plan.row_start = parts.row_start, plan.pieces = parts.pieces;
+  const bool few = kernel_rows(params.rows_a_kv_head()) == 4;
   if (params.key.dim == 64)
     return few ? launch<64, 4>(params, facts, plan, stream) : launch<64, 8>(params, facts, plan, stream);
   return few ? launch<128, 4>(params, facts, plan, stream) : launch<128, 8>(params, facts, plan, stream);
