@@ -61,18 +61,26 @@ __device__ float warp_sum(float x) {
 
 // --- Operands -------------------------------------------------------------------------------------------------------
 
-__device__ void load_keys(Shared& s, const Problem& p, int head, int first) {
-  const OperandFormat& f = p.key.format;
-  const int words = 16 * token_bytes(f.bits, f.dim);
+// Calls `take` with each packed word of a head's tokens from `first` on, its number in the page, and the page's first
+// token counted from there.
+template <class Take>
+__device__ void for_each_word(const Side& side, const Problem& p, int head, int first, const Take& take) {
+  const int words = 16 * token_bytes(side.format.bits, side.format.dim);
   for (int i = threadIdx.x; i < kTokens / kPage * words; i += kThreads) {
     const int64_t page = int64_t{first / kPage + i / words} * p.heads + head;
-    const uint32_t word = reinterpret_cast<const uint32_t*>(p.key.codes)[page * words + i % words];
-    const CodeWord at = key_word(f.bits, f.dim, i % words);
+    take(reinterpret_cast<const uint32_t*>(side.codes)[page * words + i % words], i % words, i / words * kPage);
+  }
+}
+
+__device__ void load_keys(Shared& s, const Problem& p, int head, int first) {
+  const OperandFormat& f = p.key.format;
+  for_each_word(p.key, p, head, first, [&](uint32_t word, int number, int page_token) {
+    const CodeWord at = key_word(f.bits, f.dim, number);
     for (int operand = 0; operand < 2; ++operand) {
       const uint32_t values = f.bits == 4 ? e4m3_field4(word, operand) : e2m1_fields(word, operand);
       for (int byte = 0; byte < 4; ++byte) {
         const uint32_t value = values >> 8 * byte & 0xff;
-        __half* row = s.codes[i / words * kPage + at.token] + at.channel + byte;
+        __half* row = s.codes[page_token + at.token] + at.channel + byte;
         if (f.bits == 4) {
           row[key_field_channel(4, false, operand)] = __float2half(e4m3_value(static_cast<uint8_t>(value)));
         } else {
@@ -81,24 +89,21 @@ __device__ void load_keys(Shared& s, const Problem& p, int head, int first) {
         }
       }
     }
-  }
+  });
 }
 
 __device__ void load_values(Shared& s, const Problem& p, int head, int first) {
   const OperandFormat& f = p.value.format;
-  const int words = 16 * token_bytes(f.bits, f.dim);
-  for (int i = threadIdx.x; i < kTokens / kPage * words; i += kThreads) {
-    const int64_t page = int64_t{first / kPage + i / words} * p.heads + head;
-    const uint32_t word = reinterpret_cast<const uint32_t*>(p.value.codes)[page * words + i % words];
-    const CodeWord at = value_word(f.bits, f.dim, i % words);
+  for_each_word(p.value, p, head, first, [&](uint32_t word, int number, int page_token) {
+    const CodeWord at = value_word(f.bits, f.dim, number);
     for (int field = 0; field < 8 / f.bits; ++field) {
       const uint32_t values = f.bits == 4 ? e4m3_field4(word, field) : e4m3_field2(word, field);
-      __half* row = s.codes[at.channel + value_field_channel(false, field)] + i / words * kPage + at.token;
+      __half* row = s.codes[at.channel + value_field_channel(false, field)] + page_token + at.token;
       for (int byte = 0; byte < 4; ++byte) {
         row[value_byte_token(byte)] = __float2half(e4m3_value(static_cast<uint8_t>(values >> 8 * byte)));
       }
     }
-  }
+  });
 }
 
 // What the codes of a channel are multiplied with.
