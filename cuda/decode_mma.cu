@@ -52,9 +52,7 @@ Choice choose(const DecodeParams& params) {
 
 TileBytes tile_bytes(const DecodeParams& params, int pair_bytes) {
   const auto codes = [](const OperandParams& operand) { return kTileTokens * token_bytes(operand.bits, operand.dim); };
-  const auto pairs = [&](const OperandParams& operand) {
-    return static_cast<int>(operand.page_pairs(kTileTokens)) * pair_bytes;
-  };
+  const auto pairs = [&](const OperandParams& operand) { return operand.tile_pairs() * pair_bytes; };
   return {codes(params.key), codes(params.value), pairs(params.key), pairs(params.value)};
 }
 

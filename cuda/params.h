@@ -21,8 +21,11 @@ struct OperandFormat {
   int group;  // channels (per token) or tokens (per channel) that share one scale and offset
   bool per_channel;
 
-  // Pairs of (scale, offset) that one page of one head holds, and the pair of a code of its.
-  JF_HOST_DEVICE constexpr int64_t page_pairs(int page_size) const { return int64_t{page_size} * dim / group; }
+  // Pairs of (scale, offset) that a tile of one head holds, and a page, and the pair of a code of the page.
+  JF_HOST_DEVICE constexpr int tile_pairs() const { return kTileTokens * dim / group; }
+  JF_HOST_DEVICE constexpr int64_t page_pairs(int page_size) const {
+    return int64_t{page_size / kTileTokens} * tile_pairs();
+  }
   JF_HOST_DEVICE constexpr int pair_index(int token, int channel) const {
     return per_channel ? token / group * dim + channel : token * (dim / group) + channel / group;
   }

@@ -10,18 +10,19 @@ namespace jax_foscar {
 struct Windows {
   int sink;    // the first `sink` tokens are always exact
   int recent;  // at least the last `recent` tokens are exact
-  int group;   // tokens are quantized `group` at a time: lcm of the token groups of K and V, 1 if both are per token
+  int group;   // tokens are quantized `group` at a time: lcm of the token groups of K and V, 1 if both are per token;
+               // a power of two
   int ring;    // ring slots a row and layer; 0 when the format keeps no exact tokens
 
   // Tokens [sink, quantized_length(n)) are quantized once n tokens are cached.
-  JF_HOST_DEVICE constexpr int quantized_length(int n) const { return n > recent ? (n - recent) / group * group : 0; }
+  JF_HOST_DEVICE constexpr int quantized_length(int n) const { return n > recent ? (n - recent) & -group : 0; }
 
   // First token the query at position p, in a row of n tokens, reads from the exact arrays: what a cache of p + 1
   // tokens would hold, but never older than the ring (queries further back than the ring read quantized tokens
   // instead).
   JF_HOST_DEVICE constexpr int boundary(int p, int n) const {
     const int own = quantized_length(p + 1);
-    const int oldest = n > ring ? (n - ring + group - 1) / group * group : 0;
+    const int oldest = n > ring ? (n - ring + group - 1) & -group : 0;
     return ring > 0 && oldest > own ? oldest : own;
   }
 

@@ -1,7 +1,8 @@
 // Writing new tokens into the cache: one launch, whatever the number of tokens.  A few go to write_few.cu.
 //
-// Grid: x = K or V and the KV head, y = as many tiles as a row's T tokens can touch, z = row.  Each CTA writes one
-// tile, or leaves if that has nothing to do.  The first of a row also checks its page table.
+// Grid: x = K or V and the KV head, y = row, z = as many tiles as a row's T tokens can touch: the first tiles of all
+// rows come first, since they may have exact tokens to store as well.  Each CTA writes one tile, or leaves if that has
+// nothing to do.  The first of a row also checks its page table.
 //
 // Compiled with -fmad=false -ftz=true: quantize.h says why.
 #include <cuda_runtime.h>
@@ -20,17 +21,18 @@ using whole::Kinds;
 
 // Whole tiles are the work of two warps.
 constexpr int threads_of(Kinds kinds) { return kinds == Kinds::kNone ? 128 : whole::kThreads; }
-constexpr int ctas_of(Kinds kinds) { return kinds == Kinds::kNone ? 6 : 11; }
+constexpr int ctas_of(Kinds kinds) { return kinds == Kinds::kNone ? 6 : 10; }
 
 template <class Stage, Kinds kKinds>
 __global__ void __launch_bounds__(threads_of(kKinds), ctas_of(kKinds))
     write_tokens(const __grid_constant__ WriteParams p, int tile_tokens) {
   extern __shared__ uint4 shared[];
-  const int heads = p.num_kv_heads, row = blockIdx.z;
+  const int heads = p.num_kv_heads, row = blockIdx.y;
   const bool is_value = blockIdx.x >= heads;
   const RowWrite write = p.plan(row);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 32) check_pages(p, write, row);
-  const int start = write.first / tile_tokens * tile_tokens, skipped = blockIdx.y * tile_tokens;
+  if (blockIdx.x == 0 && blockIdx.z == 0 && threadIdx.x < 32) check_pages(p, write, row);
+  if constexpr (kKinds != Kinds::kNone) tile_tokens = kTileTokens;
+  const int start = write.first & -tile_tokens, skipped = blockIdx.z * tile_tokens;
   if (skipped >= write.length - start) return;
   const int head = is_value ? blockIdx.x - heads : blockIdx.x;
   write_tile<Stage, kKinds>(p, write, row, head, is_value, start + skipped, tile_tokens, shared);
@@ -43,7 +45,7 @@ const char* launch(const WriteParams& p, int tile_tokens, CUstream_st* stream) {
   const int64_t tiles = (int64_t{tile_tokens} + p.windows.recent + p.num_tokens - 2) / tile_tokens + 1;
   constexpr int kMost = 65535;  // of a grid's y and z
   if (tiles > kMost || p.batch > kMost) return "jax_foscar write: too many rows or tokens for one launch";
-  const dim3 grid(2 * p.num_kv_heads, static_cast<unsigned>(tiles), p.batch);
+  const dim3 grid(2 * p.num_kv_heads, p.batch, static_cast<unsigned>(tiles));
   const int shared = std::max(shared_bytes<Stage>(p.key, tile_tokens), shared_bytes<Stage>(p.value, tile_tokens));
   write_tokens<Stage, kKinds><<<grid, threads_of(kKinds), shared, stream>>>(p, tile_tokens);
   const cudaError_t error = cudaGetLastError();

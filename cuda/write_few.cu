@@ -172,7 +172,7 @@ __device__ __noinline__ void write_groups(const WriteParams& p, const RowWrite& 
   constexpr int kWarps = warps_of(true);
   const int heads = p.num_kv_heads, begin = blockIdx.y * kWarps, end = min(begin + kWarps, 2 * heads);
   for (int i = begin; i < end; ++i) {
-    const int start = write.first / tile_tokens * tile_tokens;
+    const int start = write.first & -tile_tokens;
     for (int skipped = 0; skipped < write.length - start; skipped += tile_tokens) {
       write_tile<uint16_t, whole::Kinds::kAny>(p, write, blockIdx.x, i < heads ? i : i - heads, i >= heads,
                                                start + skipped, tile_tokens, shared);

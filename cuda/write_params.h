@@ -77,8 +77,15 @@ struct WriteParams : CacheShape {
   // token t of these also stores, afterwards, the token that its slot holds in the end: the newest t + i * ring.
   // Returns that token if it is new and no sink, else -1.
   JF_HOST_DEVICE constexpr int newest_in_slot(const RowWrite& w, int t) const {
+    return newest_in_slot(w, t, turns_to_newest(w, t));
+  }
+  // The same from the turns of a token that is no more than one of the ring before t.
+  JF_HOST_DEVICE constexpr int turns_to_newest(const RowWrite& w, int t) const {
+    return (w.length - 1 - t) / windows.ring * windows.ring;
+  }
+  JF_HOST_DEVICE constexpr int newest_in_slot(const RowWrite& w, int t, int turns) const {
     if (t - w.first >= windows.ring) return -1;
-    const int newest = t + (w.length - 1 - t) / windows.ring * windows.ring;
+    const int newest = t + turns < w.length ? t + turns : t + turns - windows.ring;
     return newest >= w.start && newest >= windows.sink ? newest : -1;
   }
 };

@@ -44,6 +44,7 @@ struct Tile {
   int begin, end;              // tokens that are quantized now or new
   int paged_begin, paged_end;  // tokens that become quantized
   int64_t page_head;           // of the page, in the axes [U, L, P, K]
+  int in_page;                 // of the tile's first token
   Stage* stage;
   Affine* groups;
   int groups_a_token, channel_shift, token_shift;  // of groups of 1 << shift 32-channel blocks, or tokens
@@ -128,8 +129,8 @@ template <int kBits, bool kValue, bool kChannel, class Stage>
 __device__ void pack(const Tile<Stage>& tile) {
   const WriteOperand& x = tile.x;
   const int bytes = token_bytes(kBits, x.dim), half = tile.first % kTileTokens;
-  const int in_page = tile.first % tile.params.page_size - half;
-  uint8_t* codes = x.codes + tile.page_head * x.page_bytes(tile.params.page_size) + int64_t{in_page} * bytes;
+  uint8_t* codes =
+      x.codes + tile.page_head * x.page_bytes(tile.params.page_size) + int64_t{tile.in_page - half} * bytes;
   for (int unit = threadIdx.x; unit < kTileTokens * bytes / 16; unit += threads()) {
     uint32_t words[4];
     unsigned there[4];
@@ -169,9 +170,8 @@ template <class Stage>
 __device__ void keep_pair(const Tile<Stage>& tile, int t, int channel, Range range) {
   const WriteOperand& x = tile.x;
   const int64_t page_pairs = tile.page_head * x.page_pairs(tile.params.page_size);
-  const int in_page = (tile.first + t) % tile.params.page_size;
   const Pair pair = make_pair(range, x.bits, tile.params.param_dtype);
-  store_pair(pair, tile.params.param_dtype, x.params, page_pairs + x.pair_index(in_page, channel));
+  store_pair(pair, tile.params.param_dtype, x.params, page_pairs + x.pair_index(tile.in_page + t, channel));
   (x.per_channel ? tile.channel_group(t, channel) : tile.token_group(t, channel / 32)) = pair.affine;
 }
 
@@ -231,7 +231,7 @@ __device__ void quantize(const Tile<Stage>& tile, int tile_tokens) {
     const DType dtype = is_old ? DType::kBF16 : x.token_dtype;
     if (x.bits == 16) {
       uint16_t* page = reinterpret_cast<uint16_t*>(x.codes) + tile.page_head * p.page_size * x.dim;
-      copy8(page + t % p.page_size * x.dim + channel, from, at, dtype);
+      copy8(page + (tile.in_page + t - tile.first) * x.dim + channel, from, at, dtype);
     } else {
       copy8(tile.stage + (t - tile.first) * stage_stride<Stage>(x.dim) + channel, from, at, dtype);
     }
@@ -252,30 +252,36 @@ __device__ void quantize(const Tile<Stage>& tile, int tile_tokens) {
 // Step 4, of sinks or of the ring: several loads of a thread are under way at once.
 template <bool kSinks, class Stage>
 __device__ __forceinline__ void keep_exact(const Tile<Stage>& tile) {
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = 4, kLanes = 16;  // of a token
   const WriteParams& p = tile.params;
   const WriteOperand& x = tile.x;
   // Of slots that hold one of the tokens each, only those of new tokens change.
   const bool is_one = kSinks || tile.write.length - tile.write.first <= p.windows.ring;
   const int begin = is_one ? max(tile.begin, tile.write.start) : tile.begin;
-  const int chunks = x.dim / 8, count = (tile.end - begin) * chunks;
-  for (int base = threadIdx.x; base < count; base += kAtOnce * threads()) {
-    uint4 held[kAtOnce];
-    uint4* to[kAtOnce];
+  const int end = kSinks ? min(tile.end, p.windows.sink) : tile.end, rows = threads() / kLanes;
+  const int turns = kSinks ? 0 : p.turns_to_newest(tile.write, begin);
+  const int slot = kSinks ? begin : p.windows.sink + begin % p.windows.ring;
+  uint16_t* const exact = x.exact + p.exact_at(tile.row, tile.write, tile.head, 0, x.dim);
+  for (int channel = threadIdx.x % kLanes * 8; channel < x.dim; channel += kLanes * 8) {
+    for (int base = threadIdx.x / kLanes; base < end - begin; base += kAtOnce * rows) {
+      uint4 held[kAtOnce];
+      uint4* to[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      to[i] = nullptr;
-      const int item = base + i * threads(), t = begin + item / chunks, channel = item % chunks * 8;
-      if (item >= count || (kSinks && t >= p.windows.sink)) continue;
-      const int token = kSinks ? t : p.newest_in_slot(tile.write, t);
-      if (token < 0) continue;
-      const int64_t at = p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(token), x.dim) + channel;
-      to[i] = reinterpret_cast<uint4*>(x.exact + at);
-      held[i] = load8_bf16(x.tokens, p.new_at(tile.row, tile.write, tile.head, token, x.dim) + channel, x.token_dtype);
+      for (int i = 0; i < kAtOnce; ++i) {
+        to[i] = nullptr;
+        const int at = base + i * rows;
+        if (at >= end - begin) continue;
+        const int token = kSinks ? begin + at : p.newest_in_slot(tile.write, begin + at, turns);
+        if (token < 0) continue;
+        const bool wraps = !kSinks && slot + at >= p.windows.sink + p.windows.ring;
+        to[i] = reinterpret_cast<uint4*>(exact + (slot + at - (wraps ? p.windows.ring : 0)) * x.dim + channel);
+        held[i] =
+            load8_bf16(x.tokens, p.new_at(tile.row, tile.write, tile.head, token, x.dim) + channel, x.token_dtype);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (to[i] != nullptr) *to[i] = held[i];
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (to[i] != nullptr) *to[i] = held[i];
   }
 }
 
@@ -285,15 +291,15 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
   const WriteParams& p = tile.params;
   const WriteOperand& x = tile.x;
   const bool is_whole = tile.paged_begin == tile.first && tile.paged_end == tile.first + kTileTokens;
-  if (!is_whole || !whole::takes<kKinds>(p, x, is_value)) return false;
+  if (!is_whole || !whole::takes<kKinds>(p, x)) return false;
   const int num_old = kKinds == whole::Kinds::kPlain ? 0 : min(max(tile.write.start - tile.first, 0), kTileTokens);
   const uint16_t* old = nullptr;
   if (num_old > 0) {
     if (tile.first % p.windows.ring + num_old > p.windows.ring) return false;  // in two pieces
     old = x.exact + p.exact_at(tile.row, tile.write, tile.head, p.windows.slot(tile.first), x.dim);
   }
-  const int in_page = tile.first % p.page_size;
-  const int64_t pairs = tile.page_head * x.page_pairs(p.page_size) + x.pair_index(in_page, 0);
+  const int64_t pairs =
+      tile.page_head * x.page_pairs(p.page_size) + int64_t{tile.in_page / kTileTokens} * x.tile_pairs();
   // The tokens are under way before the page is looked at.
   const whole::Tile work = {
       static_cast<const uint16_t*>(x.tokens) + p.new_at(tile.row, tile.write, tile.head, tile.first, x.dim),
@@ -301,7 +307,10 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
       p.num_kv_heads * x.dim,
       x.dim,
       num_old,
-      x.codes + tile.page_head * x.page_bytes(p.page_size) + int64_t{in_page} * token_bytes(x.bits, x.dim),
+      x.group,
+      tile.groups_a_token,
+      tile.channel_shift,
+      x.codes + tile.page_head * x.page_bytes(p.page_size) + int64_t{tile.in_page} * token_bytes(x.bits, x.dim),
       static_cast<uint32_t*>(x.params) + pairs,
       reinterpret_cast<float2*>(tile.groups),
       reinterpret_cast<uint16_t*>(tile.stage),
@@ -310,11 +319,8 @@ __device__ __forceinline__ bool quantize_whole(const Tile<Stage>& tile, bool is_
   ptx::cp_async_wait<0>();
   __syncthreads();
   if (tile.page_head < 0) return true;
-  if (x.bits == 2) {
-    is_value ? whole::quantize<kKinds, 2, true>(work, x) : whole::quantize<kKinds, 2, false>(work, x);
-  } else {
-    is_value ? whole::quantize<kKinds, 4, true>(work, x) : whole::quantize<kKinds, 4, false>(work, x);
-  }
+  x.bits == 2 ? whole::quantize<kKinds, 2>(work, is_value, x.per_channel)
+              : whole::quantize<kKinds, 4>(work, is_value, x.per_channel);
   return true;
 }
 
@@ -325,12 +331,14 @@ __device__ __forceinline__ void write_tile(const WriteParams& p, const RowWrite&
   const WriteOperand& x = is_value ? p.value : p.key;
   const int begin = max(first, write.first), end = first + min(tile_tokens, write.length - first);
   const int paged_begin = max(begin, p.windows.sink), paged_end = min(end, write.last);
-  const int64_t page = paged_begin < paged_end ? p.page(row, write.layer, first / p.page_size) : -1;
+  const int number = first / p.page_size;
+  const int64_t page = paged_begin < paged_end ? p.page(row, write.layer, number) : -1;
   const int64_t page_head = page < 0 ? -1 : page * p.num_kv_heads + head;
-  Tile<Stage> tile = {p, x, write, row, head, first, begin, end, paged_begin, paged_end, page_head};
+  Tile<Stage> tile = {p,     x,   write,       row,       head,      first,
+                      begin, end, paged_begin, paged_end, page_head, first - number * p.page_size};
   tile.stage = static_cast<Stage*>(shared);
   tile.groups = reinterpret_cast<Affine*>(tile.stage + tile_tokens * stage_stride<Stage>(x.dim));
-  tile.groups_a_token = x.dim / x.group;
+  tile.groups_a_token = x.tile_pairs() / kTileTokens;  // where they are of tokens
   tile.token_shift = __ffs(x.group) - 1;
   tile.channel_shift = x.group == x.dim ? 3 : __ffs(x.group) - 6;  // eight blocks are the largest head
   if (!quantize_whole<kKinds>(tile, is_value) && page >= 0) {

@@ -134,8 +134,8 @@ constexpr SharedPlan shared_plan(const OperandFormat& key, const OperandFormat& 
   SharedPlan plan = {};
   plan.key_codes = static_cast<int>(key.page_bytes(kTileTokens));
   plan.value_codes = static_cast<int>(value.page_bytes(kTileTokens));
-  plan.key_pairs = static_cast<int>(key.page_pairs(kTileTokens)) * kPairBytes;
-  plan.value_pairs = static_cast<int>(value.page_pairs(kTileTokens)) * kPairBytes;
+  plan.key_pairs = key.tile_pairs() * kPairBytes;
+  plan.value_pairs = value.tile_pairs() * kPairBytes;
   plan.stage_bytes = aligned(kHalves * (plan.key_codes + plan.value_codes + plan.key_pairs + plan.value_pairs));
   plan.factors_at = key_fold(key, rows).columns * key.dim;
   plan.query_bytes =
