@@ -115,7 +115,8 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
                                             typename T::Outputs& out) {
   constexpr int kTiles = T::kTiles, kDim = T::kDim, kPairBytes = T::kPairBytes;
   float scores[kTiles][4][2], steps[kTiles];
-  const uint8_t* stage = stream.keys();
+  stream.wait_for_keys();
+  const uint8_t* const stage = stream.stage();
   T::Keys::call(plan.key_kind, [&](auto kind) {
     using Key = decltype(kind);
     const uint8_t* pairs = stage + T::Sizes::get(plan).key_params_at();
@@ -143,7 +144,7 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
     }
   }
   exponentiate<T>(steps, scores, softmax, out);
-  stage = stream.values();
+  stream.wait_for_values();
   T::Values::call(plan.value_kind, [&](auto kind) {
     using Value = decltype(kind);
     const uint8_t* codes = stage + T::Sizes::get(plan).value_codes_at();
@@ -162,13 +163,14 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
 
 template <class T>
 __device__ __forceinline__ void attend_exact(const DecodeParams& params, const Plan& plan, typename T::Stream& stream,
-                                             const RowWork& work, int unit, int lane,
+                                             const ExactChunk& chunk, int lane,
                                              const ExactQueries<T::kDim, T::kTiles>& exact_queries,
                                              const typename T::Queries& queries, Softmax<T::kTiles>& softmax,
                                              typename T::Outputs& out) {
-  const ExactChunk chunk(exact_chunk_tokens(params), work, unit - work.tiles, lane);
+  using Row = ExactRow<typename T::Stream>;
   float scores[T::kTiles][1][2], steps[T::kTiles];
-  score_exact<typename T::Stream>(stream.keys(), chunk, exact_queries, lane, scores);
+  stream.wait_for_keys(chunk.units);
+  score_exact(Row(stream, chunk, lane % 16, 0), exact_queries, lane, scores);
   stream.replace_keys();
 #pragma unroll
   for (int tile = 0; tile < T::kTiles; ++tile) steps[tile] = params.scale * 1.4426950408889634f;
@@ -185,9 +187,11 @@ __device__ __forceinline__ void attend_exact(const DecodeParams& params, const P
     }
   }
   exponentiate<T>(steps, scores, softmax, out);
-  const uint8_t* values = stream.values() + T::Sizes::get(plan).value_codes_at();
-  add_values_exact<typename T::Stream>(values, chunk, seen, scores, lane, out);
+  stream.wait_for_values(chunk.units);
+  add_values_exact(Row(stream, chunk, lane / 16 * 8 + lane % 8, T::Sizes::get(plan).value_codes_at()), seen, scores,
+                   lane, out);
   stream.replace_values();
+  if (chunk.units == 2) stream.replace_keys(), stream.replace_values();
 }
 
 // Leaves an item, or the warp's part of it.  Its code is kept short: what is not in the instruction cache comes from
@@ -336,8 +340,11 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     }
     if (unit < end) {
       const ExactQueries<T::kDim, T::kTiles> exact_queries(params, rows, lane);
-      for (; unit < end; ++unit)
-        attend_exact<T>(params, plan, stream, work, unit, lane, exact_queries, queries, softmax, out);
+      while (unit < end) {
+        const ExactChunk chunk(exact_stage_tokens(params), work, unit - work.tiles, end - unit, lane);
+        attend_exact<T>(params, plan, stream, chunk, lane, exact_queries, queries, softmax, out);
+        unit += chunk.units;
+      }
     }
 
     finish<T>(params, rows, begins_here && end == work.units, has_tiles && stream.item_was_bad(),

@@ -1,4 +1,4 @@
-// Exact tokens: sinks and the newest ones, bf16 rows, 8 or 16 at a time through bf16 tensor cores.
+// Exact tokens: sinks and the newest ones, bf16 rows, 16 at a time through bf16 tensor cores.
 //
 // Queries and probabilities are split in two bf16 parts each, which share a tile's columns as the integer digits do.
 #pragma once
@@ -16,67 +16,70 @@ __device__ __forceinline__ uint32_t bf16_part(float2 x, bool low) {
   return *reinterpret_cast<const uint32_t*>(&high);
 }
 
-// The lane's two tokens of a chunk: number g and 8 + g, or -1.
+// Up to 16 tokens that go through tensor cores at once: a unit of 16, or two units of 8 in two stages, or what is left.
 struct ExactChunk {
-  int tokens;  // of a whole chunk, 8 or 16
-  int token[2];
+  int stage_tokens, units;
+  int token[2];  // the lane's, number g and 8 + g of the chunk, or -1
 
-  __device__ __forceinline__ ExactChunk(int tokens, const RowWork& work, int chunk, int lane) : tokens(tokens) {
+  // From unit `first` on, of which `left` are the warp's.
+  __device__ __forceinline__ ExactChunk(int stage_tokens, const RowWork& work, int first, int left, int lane)
+      : stage_tokens(stage_tokens), units(stage_tokens == 8 && left > 1 ? 2 : 1) {
     for (int r = 0; r < 2; ++r) {
       const int i = 8 * r + lane / 4;
-      token[r] = i < tokens ? work.exact_token(chunk * tokens + i) : -1;
+      token[r] = i < stage_tokens * units ? work.exact_token(first * stage_tokens + i) : -1;
     }
   }
-  // Row i of 16 in shared memory; a chunk of 8 repeats its own, which nobody sees.
-  __device__ __forceinline__ int row(int i) const { return i & (tokens - 1); }
 };
 
-// The B operand: the even column of a query row has its high parts, the odd one its low parts, of channels 32 step + 8
-// c
-// .. + 7.
+// Row 0 .. 15 of the chunk in shared memory, its keys or values, which lie `at` bytes into a stage.  Rows without a
+// token have those of others, which nobody sees.
+template <class Stream>
+struct ExactRow {
+  uint32_t stage;
+  int token;
+
+  __device__ __forceinline__ ExactRow(const Stream& stream, const ExactChunk& chunk, int row, int at)
+      : stage(ptx::shared_address(row >= 8 && chunk.units == 2 ? stream.next_stage() : stream.stage()) + at),
+        token(row & (chunk.stage_tokens - 1)) {}
+  // The address of channels 8 i .. 8 i + 7.
+  __device__ __forceinline__ uint32_t address(int i) const { return stage + Stream::exact_at(token, i); }
+};
+
+// The B operand: the even column of a query row has its high parts, the odd one its low parts, of channels 16 step +
+// 8 half + 2 c, + 1.
 template <int kDim, int kTiles>
 struct ExactQueries {
-  static constexpr int kSteps = padded_dim(kDim) / 32;
-  uint32_t parts[kTiles][kSteps][4];
+  static constexpr int kSteps = kDim / 16;
+  uint2 parts[kTiles][kSteps];
 
   __device__ __forceinline__ ExactQueries(const DecodeParams& params, const ItemRows& rows, int lane) {
     const int g = lane / 4, c = lane % 4;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int64_t index = rows.query_index(4 * tile + g / 2);
+      const auto part = [&](int channel) {
+        return index >= 0 ? bf16_part(load_query_pair(params, index * kDim + channel), g % 2 == 1) : 0;
+      };
 #pragma unroll
-      for (int i = 0; i < 4 * kSteps; ++i) {
-        const int channel = i / 4 * 32 + 8 * c + i % 4 * 2;
-        const bool there = index >= 0 && (kDim % 32 == 0 || channel < kDim);
-        parts[tile][i / 4][i % 4] = there ? bf16_part(load_query_pair(params, index * kDim + channel), g % 2 == 1) : 0;
-      }
+      for (int step = 0; step < kSteps; ++step)
+        parts[tile][step] = {part(16 * step + 2 * c), part(16 * step + 8 + 2 * c)};
     }
   }
 };
 
-// scores[tile][0][r] = Q . K of the lane's tokens and query row; `keys` is the chunk in shared memory.
+// scores[tile][0][r] = Q . K of the lane's tokens and query row.
+// `row` is number lane % 16.
 template <class Stream, int kDim, int kTiles>
-__device__ __forceinline__ void score_exact(const uint8_t* keys, const ExactChunk& chunk,
-                                            const ExactQueries<kDim, kTiles>& queries, int lane,
-                                            float (&scores)[kTiles][1][2]) {
-  const int g = lane / 4, c = lane % 4;
+__device__ __forceinline__ void score_exact(const ExactRow<Stream>& row, const ExactQueries<kDim, kTiles>& queries,
+                                            int lane, float (&scores)[kTiles][1][2]) {
   float sums[kTiles][4] = {};
 #pragma unroll
-  for (int step = 0; step < ExactQueries<kDim, kTiles>::kSteps; ++step) {
-    const int i = 4 * step + c;
-    uint4 x[2] = {};
+  for (int step = 0; step < kDim / 16; ++step) {
+    uint32_t x[4];  // channels 8 (i / 2) + 2 c, + 1 of tokens 8 (i % 2) + g
+    ptx::load_b16(x, row.address(2 * step + lane / 16));
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (kDim % 32 == 0 || 8 * i < kDim)
-        x[r] = *reinterpret_cast<const uint4*>(keys + Stream::exact_at(chunk.row(8 * r + g), i));
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      // Which channel is which k is free, as long as keys and queries agree.
-      const uint32_t (&q)[4] = queries.parts[tile][step];
-      ptx::mma_bf16(sums[tile], {x[0].x, x[1].x, x[0].y, x[1].y}, {q[0], q[1]});
-      ptx::mma_bf16(sums[tile], {x[0].z, x[1].z, x[0].w, x[1].w}, {q[2], q[3]});
-    }
+    for (int tile = 0; tile < kTiles; ++tile)
+      ptx::mma_bf16(sums[tile], {x[0], x[1], x[2], x[3]}, queries.parts[tile][step]);
   }
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -91,12 +94,13 @@ __device__ __forceinline__ uint32_t pair_mask(unsigned seen, int lane) {
   return ((pair & 0x0f) != 0 ? 0x0000ffffu : 0) | ((pair & 0xf0) != 0 ? 0xffff0000u : 0);
 }
 
-// `seen[r][tile]`: bit 4 g + c is set if query row c of the tile sees token 8 r + g.  A value that a query does not see
+// `row` is number lane / 16 * 8 + lane % 8.  `seen[r][tile]`: bit 4 g + c is set if query row c of the tile sees token
+// 8 r + g.  A value that a query does not see
 // may be anything, and 0 * NaN is NaN: where queries differ in what they see, each takes a product of its own.
 template <class Stream, int kDim, int kTiles, int kMaxGroups>
-__device__ __forceinline__ void add_values_exact(const uint8_t* values, const ExactChunk& chunk,
-                                                 const unsigned (&seen)[2][kTiles], const float (&p)[kTiles][1][2],
-                                                 int lane, Outputs<kDim, kTiles, kMaxGroups>& out) {
+__device__ __forceinline__ void add_values_exact(const ExactRow<Stream>& row, const unsigned (&seen)[2][kTiles],
+                                                 const float (&p)[kTiles][1][2], int lane,
+                                                 Outputs<kDim, kTiles, kMaxGroups>& out) {
   const int c = lane % 4;
   unsigned by_any[2], differ = 0;
 #pragma unroll
@@ -118,15 +122,13 @@ __device__ __forceinline__ void add_values_exact(const uint8_t* values, const Ex
     }
     b[tile] = {parts[0], parts[1]};
   }
-  const uint32_t from = ptx::shared_address(values);
-  const int token = chunk.row(lane / 16 * 8 + lane % 8), half = lane / 8 % 2;  // of the row that the lane points at
   // The products of the tokens that are asked for, to the outputs where `wanted`.
   const auto add = [&](int tile, unsigned first, unsigned second, bool wanted) {
     const uint32_t masks[2] = {pair_mask(first, lane), pair_mask(second, lane)};
 #pragma unroll
     for (int u = 0; u < kDim / 16; ++u) {
       uint32_t x[4];  // channels 16 u + 8 (i % 2) + g of tokens 8 (i / 2) + 2 c, + 1
-      ptx::load_transposed_b16(x, from + Stream::exact_at(token, 2 * u + half));
+      ptx::load_transposed_b16(x, row.address(2 * u + lane / 8 % 2));
       float sums[4] = {};
       ptx::mma_bf16(sums, {x[0] & masks[0], x[1] & masks[0], x[2] & masks[1], x[3] & masks[1]}, b[tile]);
       if (!wanted) continue;

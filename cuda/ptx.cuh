@@ -127,6 +127,12 @@ __device__ __forceinline__ uint32_t transpose_b16(uint32_t rows) {
 
 // Four 8 x 8 matrices of 16-bit elements from shared memory, transposed: lane 8 i + r gives the address of row r of
 // matrix i, 16 bytes; lane 4 r + c gets column r, rows 2 c and 2 c + 1 of each.
+__device__ __forceinline__ void load_b16(uint32_t (&matrices)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void load_transposed_b16(uint32_t (&matrices)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])

@@ -40,7 +40,7 @@ struct RowWork {
 };
 
 // Exact tokens a chunk: as many as fit where a tile has its codes, 8 or 16.
-__device__ __forceinline__ int exact_chunk_tokens(const DecodeParams& params) {
+__device__ __forceinline__ int exact_stage_tokens(const DecodeParams& params) {
   return 4 * min(params.key.bits, params.value.bits);
 }
 
@@ -66,7 +66,7 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
   } else {
     work.exact_begin = work.length;
   }
-  const int chunk = exact_chunk_tokens(params);
+  const int chunk = exact_stage_tokens(params);
   work.units = work.tiles + (work.exact_count() + chunk - 1) / chunk;
   if (work.units == kIdleUnits) work.units = 0;
   return work;

@@ -86,10 +86,15 @@ class TileStream {
     phase_ = 0;
   }
 
-  // Waits for the current tile's keys: codes, and params at key_params_at().
-  __device__ __forceinline__ const uint8_t* keys() { return wait(0); }
-  // Waits for the current tile's values, in the same stage.
-  __device__ __forceinline__ const uint8_t* values() { return wait(1); }
+  // The current unit's stage, and that of the one after it.
+  __device__ __forceinline__ const uint8_t* stage() const { return stages_; }
+  __device__ __forceinline__ const uint8_t* next_stage() const {
+    const int total = Sizes::get(plan_).total(), stages = Sizes::stages(plan_);
+    return stage_ + 1 == stages ? stages_ - (stages - 1) * total : stages_ + total;
+  }
+  // Wait for the keys of the current unit, or of two; then for the values, once the first of the keys are replaced.
+  __device__ __forceinline__ void wait_for_keys(int units = 1) { wait(0, units); }
+  __device__ __forceinline__ void wait_for_values(int units = 1) { wait(1, units); }
 
   // Of a chunk of exact tokens: where channels 8 i .. 8 i + 7 of a token lie, from the start of a tile's codes.
   // Lanes that read neighbouring tokens' same channels should meet other banks; a bulk copy cannot arrange that.
@@ -124,23 +129,30 @@ class TileStream {
   }
 
  private:
-  __device__ __forceinline__ const uint8_t* wait(int part) {
+  __device__ __forceinline__ void wait(int part, int units) {
     if constexpr (kBulkCopies) {
       ptx::mbarrier_wait(barriers_ + 8 * (2 * stage_ + part), phase_);
+      if (units == 2) {
+        const bool wraps = stage_ + 1 == plan_.stages;
+        ptx::mbarrier_wait(barriers_ + 8 * ((wraps ? 0 : 2 * stage_ + 2) + part), phase_ ^ (wraps ? 1 : 0));
+      }
     } else {
-      // Of the copies that were started, in order, all but the last 2 stages - 1 must have come.
+      // Of the copies that were started, in order, all but the last 2 stages - 1 must have come, or two more.
       if constexpr (Sizes::kFixed) {
-        ptx::cp_async_wait<2 * Sizes::kStages - 1>();
+        wait_for_copies<2 * Sizes::kStages - 1>(units);
       } else {
         switch (plan_.stages) {
-          case 2: ptx::cp_async_wait<3>(); break;
-          case 3: ptx::cp_async_wait<5>(); break;
-          default: ptx::cp_async_wait<7>(); break;
+          case 2: wait_for_copies<3>(units); break;
+          case 3: wait_for_copies<5>(units); break;
+          default: wait_for_copies<7>(units); break;
         }
       }
       __syncwarp();
     }
-    return stages_;
+  }
+  template <int kLeft>
+  __device__ __forceinline__ static void wait_for_copies(int units) {
+    units == 2 ? ptx::cp_async_wait<kLeft - 2>() : ptx::cp_async_wait<kLeft>();
   }
 
   __device__ __forceinline__ void next() {
@@ -190,7 +202,7 @@ class TileStream {
   // Starts the copy of the next unit's keys into the current stage.
   __device__ __forceinline__ void copy_keys() {
     if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
-      const int lane = threadIdx.x % 32, tokens = exact_chunk_tokens(params_);
+      const int lane = threadIdx.x % 32, tokens = exact_stage_tokens(params_);
       tile_ = lane < tokens ? copied_.place(params_.windows, (unit_ - tiles_) * tokens + lane) : -1;
       copy_exact(0, params_.key.exact, 0);
     } else if (left_ > 0) {
@@ -236,7 +248,7 @@ class TileStream {
       if (tile_ >= 0)
         ptx::bulk_copy(to + exact_at(lane, 0), from + int64_t{tile_} * Sizes::kDim, 16 * kExactUnits, barrier);
     } else {
-      for (int first = 0; first < exact_chunk_tokens(params_) * kExactUnits; first += 32) {
+      for (int first = 0; first < exact_stage_tokens(params_) * kExactUnits; first += 32) {
         const int token = (first + lane) / kExactUnits, i = (first + lane) % kExactUnits;
         const int place = __shfl_sync(kAllLanes, tile_, token);
         ptx::cp_async16(to + exact_at(token, i), from + int64_t{place} * Sizes::kDim + 8 * i, place >= 0);
