@@ -148,7 +148,7 @@ class Kernel:
         ]
         # The mangling names a list that comes twice once.
         keys, values = names if len(names) == 2 else (names[0], names[0])
-        return cls(keys, values, int(match[2]), 4 * int(match[3]), int(match[4]))
+        return cls(keys, values, int(match[2]), int(match[3]), int(match[4]))
 
     def __str__(self) -> str:
         keys, values = ("any" if len(names) > 1 else names[0] for names in (self.keys, self.values))

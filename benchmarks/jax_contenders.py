@@ -90,25 +90,38 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def microseconds(step: Callable[..., jax.Array], q: jax.Array, operands: object, calls: int, repeats: int) -> float:
-    """Microseconds of one ``step(q, operands, i)``, each step's output being the next one's query.
+def stopwatch(step: Callable[..., jax.Array], q: jax.Array, operands: object, calls: int) -> Callable[[], float]:
+    """Each call measures the microseconds of one ``step(q, operands, i)``, whose output is the next step's query.
 
     On a GPU from the difference between programs of ``calls`` and of three times as many: a program costs a few hundred
     microseconds to start and to wait for, which a model pays once a step and a CUDA graph of a peer hardly at all.
     """
 
-    def seconds_of(count: int) -> float:
-        @jax.jit
-        def program(q: jax.Array, operands: object) -> jax.Array:
-            for i in range(count):
-                q = step(q, operands, i).astype(q.dtype)  # Pallas gives float32
-            return q
+    @functools.partial(jax.jit, static_argnames="count")
+    def program(q: jax.Array, operands: object, count: int) -> jax.Array:
+        for i in range(count):
+            q = step(q, operands, i).astype(q.dtype)  # Pallas gives float32
+        return q
 
-        return seconds(lambda: program(q, operands), repeats)
+    def seconds_of(count: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(q, operands, count))
+        return time.perf_counter() - start
 
     if jax.default_backend() != "gpu":
-        return seconds_of(1) * 1e6
-    return (seconds_of(3 * calls) - seconds_of(calls)) / (2 * calls) * 1e6
+        return lambda: seconds_of(1) * 1e6
+    return lambda: (seconds_of(3 * calls) - seconds_of(calls)) / (2 * calls) * 1e6
+
+
+def in_turns(stopwatches: list[Callable[[], float]], repeats: int) -> list[float]:
+    """The median of each; in turns, since a GPU that has worked for a while is slower than one that has not."""
+    times = [[stopwatch() for stopwatch in stopwatches] for _ in range(repeats + 2)]
+    return [statistics.median(of_one) for of_one in zip(*times[2:], strict=True)]
+
+
+def microseconds(step: Callable[..., jax.Array], q: jax.Array, operands: object, calls: int, repeats: int) -> float:
+    """The median of a ``stopwatch``."""
+    return in_turns([stopwatch(step, q, operands, calls)], repeats)[0]
 
 
 def calls_for(nbytes: int) -> int:

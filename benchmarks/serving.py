@@ -3,9 +3,9 @@
     python benchmarks/serving.py
 
 What a run of joining and leaving requests takes beside the cache; random page tables, exact windows, local windows,
-writing one token and writing a long prompt. Times are differences
-between programs of different length (jax_contenders.py), medians of several runs; a write's bytes are the keys and
-values that it reads and what it stores, and the copy rate is that of XLA reading and writing an array in the same run.
+writing one token and writing a long prompt. Times are differences between programs of different length
+(jax_contenders.py), medians of several runs in turns; a write's bytes are the keys and values that it reads and what it
+stores, and the copy rate is that of XLA reading and writing an array in the same run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,10 @@ CALLS = 32  # in a program: with few, the jitter of its start shows
 HEADS = {"num_kv_heads": 8, "head_dim": 128}
 
 
-def attention(cache: KVCache, q: jax.Array, layers: int, **options: object) -> float:
-    """Microseconds of one call."""
-    return jax_contenders.microseconds(
-        lambda q, cache, i: decode_attention(q, cache, layer=i % layers, **options), q, cache, CALLS, REPEATS
+def attention(cache: KVCache, q: jax.Array, layers: int, **options: object) -> Callable[[], float]:
+    """Measures microseconds of one call."""
+    return jax_contenders.stopwatch(
+        lambda q, cache, i: decode_attention(q, cache, layer=i % layers, **options), q, cache, CALLS
     )
 
 
@@ -45,18 +46,16 @@ def page_tables(text: str) -> None:
     ordered = dataclasses.replace(
         cache, page_table=jnp.tile(jnp.arange(cache.page_table.shape[1], dtype=jnp.int32), (cache.batch, 1))
     )
-    shuffled_us, ordered_us = attention(cache, q, 2), attention(ordered, q, 2)
+    shuffled_us, ordered_us = jax_contenders.in_turns([attention(cache, q, 2), attention(ordered, q, 2)], REPEATS)
     print(f"{text} 128 x 32768: page table in order {ordered_us:.0f} us, shuffled {shuffled_us:.0f} us "
           f"({shuffled_us / ordered_us - 1:+.1%})")  # fmt: skip
 
 
 def exact_windows(text: str) -> None:
     plain, q = random(128, 32768, text)
-    plain_us = attention(plain, q, 2)
-    del plain
     fmt = dataclasses.replace(KVFormat.parse(text), sink_tokens=64, recent_tokens=256)
-    cache, q = random(128, 32768, str(fmt))
-    us = attention(cache, q, 2)
+    cache, _ = random(128, 32768, str(fmt))
+    plain_us, us = jax_contenders.in_turns([attention(plain, q, 2), attention(cache, q, 2)], REPEATS)
     print(
         f"{text} 128 x 32768: {plain_us:.0f} us, with 64 sink and 256 recent tokens {us:.0f} us "
         f"({us / plain_us - 1:+.1%})"
@@ -66,7 +65,8 @@ def exact_windows(text: str) -> None:
 def local_windows(text: str) -> None:
     for batch in 128, 32:
         cache, q = random(batch, 65536, text)
-        full, local = attention(cache, q, 2), attention(cache, q, 2, local_window_size=(4095, 0))
+        windows = {}, {"local_window_size": (4095, 0)}
+        full, local = jax_contenders.in_turns([attention(cache, q, 2, **window) for window in windows], REPEATS)
         print(f"{text} {batch} x 65536: {full:.0f} us, local window of 4096 {local:.0f} us ({full / local:.1f}x)")
         del cache
 
@@ -105,6 +105,8 @@ def write_us(text: str, batch: int, tokens: int, layers: int) -> tuple[float, in
     few, many = 2, 42
     seconds = jax_contenders.seconds(lambda: run(many), REPEATS) - jax_contenders.seconds(lambda: run(few), REPEATS)
     stored = batch * tokens * 8 * 256 * cache.effective_bits / 8
+    for exact in cache.exact_key, cache.exact_value:  # every slot is written once where the tokens suffice
+        stored += 0 if exact is None else min(exact.nbytes // layers, k.nbytes)
     held[0].check()
     return seconds / (many - few) / layers * 1e6, int(k.nbytes + v.nbytes + stored)
 

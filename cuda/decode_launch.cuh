@@ -42,8 +42,8 @@ const char* launch_variant(const DecodeParams& params, const Plan& plan, int gri
 
 template <class T>
 constexpr DecodeVariant variant() {
-  return {T::kDim,           T::kTiles,    T::kPairBytes,     T::Keys::kTable, T::Values::kTable, T::Keys::kCount,
-          T::Values::kCount, T::kMaxWarps, T::Sizes::kStages, T::kWarpBytes,   launch_variant<T>};
+  return {T::kDim,         T::kRows,          T::kTeam,     T::kPairBytes,     T::Keys::kTable, T::Values::kTable,
+          T::Keys::kCount, T::Values::kCount, T::kMaxWarps, T::Sizes::kStages, T::kWarpBytes,   launch_variant<T>};
 }
 
 // Kinds by name: per token with `group` channels (0: the whole head), per channel with `group` tokens (0: 32 or 64).
@@ -58,15 +58,15 @@ using AllKinds =
 using KindsTo32 = KindList<Token<4>, Token<2>, Token<4, 32>, Token<2, 32>, Channel<4>, Channel<2>>;
 
 // The same kinds for keys and values, chosen at run time.
-template <class Kinds, int kDim, int kTiles, int kPairBytes = 4>
+template <class Kinds, int kDim, int kRows, int kPairBytes = 4>
 constexpr DecodeVariant any_kind() {
-  return variant<Traits<Kinds, Kinds, kDim, kTiles, kPairBytes>>();
+  return variant<Traits<Kinds, Kinds, kDim, kRows, kPairBytes>>();
 }
 
 // One kind of keys and one of values: nothing to choose.
-template <class Key, class Value, int kDim, int kTiles>
+template <class Key, class Value, int kDim, int kRows>
 constexpr DecodeVariant one_kind() {
-  return variant<Traits<KindList<Key>, KindList<Value>, kDim, kTiles, 4>>();
+  return variant<Traits<KindList<Key>, KindList<Value>, kDim, kRows, 4>>();
 }
 
 }  // namespace jax_foscar::cuda

@@ -35,12 +35,12 @@ int find_kind(const QuantKind* kinds, int count, const OperandParams& operand) {
 }
 
 Choice choose(const DecodeParams& params) {
-  const int tiles = item_rows(params.rows_a_kv_head(), params.value.dim) / 4;
+  const int rows = item_rows(params.rows_a_kv_head(), params.value.dim);
   const int pair_bytes = params.param_dtype == DType::kF32 ? 8 : 4;
   for (const auto table : kTables) {
     const DecodeVariants variants = table();
     for (const DecodeVariant* v = variants.begin; v != variants.end; ++v) {
-      if (v->dim != params.key.dim || v->dim != params.value.dim || v->tiles != tiles || v->pair_bytes != pair_bytes)
+      if (v->dim != params.key.dim || v->dim != params.value.dim || v->rows != rows || v->pair_bytes != pair_bytes)
         continue;
       const int key_kind = find_kind(v->keys, v->num_keys, params.key);
       const int value_kind = find_kind(v->values, v->num_values, params.value);
@@ -64,7 +64,7 @@ const char* refuse_decode_mma(const DecodeParams& params) {
   // The schedule counts in 32 bits; a row and item has at most this many units.
   const int64_t most_units = int64_t{params.table_width} * params.page_size / kTileTokens +
                              (params.windows.sink + params.windows.ring) / 8 + 2 + kIdleUnits;
-  const int64_t rows = 4 * choice.variant->tiles, blocks = (params.rows_a_kv_head() + rows - 1) / rows;
+  const int64_t rows = choice.variant->rows, blocks = (params.rows_a_kv_head() + rows - 1) / rows;
   if (most_units * params.batch * params.num_kv_heads * blocks > INT32_MAX)
     return "jax_foscar decode_attention: too much work for the fast kernel's 32-bit counts";
   if (int64_t{params.pools} * params.layers * params.pages * params.num_kv_heads * params.page_size / kTileTokens >
@@ -90,28 +90,29 @@ const char* launch_decode_mma(const DecodeParams& params, void* workspace, size_
   const cudaError_t error = device_facts(&facts);
   if (error != cudaSuccess) return cudaGetErrorString(error);
 
-  const int rows = 4 * variant.tiles;
+  const int rows = variant.rows;
   Plan plan = {};
   plan.blocks = static_cast<int>((params.rows_a_kv_head() + rows - 1) / rows);
   plan.page_tiles = params.page_size / kTileTokens;
   plan.key_kind = choice.key_kind, plan.value_kind = choice.value_kind;
   plan.bytes = tile_bytes(params, variant.pair_bytes);
   plan.row_start = parts.row_start, plan.pieces = parts.pieces;
-  // As many warps as shared memory holds, with two stages each where the number is free, then as many stages.
-  const auto warp_shared = [&](int stages) { return stages * plan.bytes.total() + variant.warp_bytes; };
+  // As many teams as shared memory holds, with two stages each where the number is free, then as many stages.
+  const auto shared = [&](int stages) { return stages * plan.bytes.total() + variant.team * variant.warp_bytes; };
   plan.stages = variant.stages > 0 ? variant.stages : 2;
-  const int warps = std::min(variant.max_warps, facts.shared / warp_shared(plan.stages));
-  if (warps == 0) return "jax_foscar decode_attention: a tile does not fit the device's shared memory";
-  while (variant.stages == 0 && plan.stages < kMaxStages && warps * warp_shared(plan.stages + 1) <= facts.shared)
+  const int teams = std::min(variant.max_warps / variant.team, facts.shared / shared(plan.stages));
+  if (teams == 0) return "jax_foscar decode_attention: a tile does not fit the device's shared memory";
+  while (variant.stages == 0 && plan.stages < kMaxStages && teams * shared(plan.stages + 1) <= facts.shared)
     ++plan.stages;
 
-  const int grid = std::min(facts.sms, kMaxWorkers / warps);
-  if (grid * warps < params.num_kv_heads)
+  const int grid = std::min(facts.sms, kMaxWorkers / teams);
+  if (grid * teams < params.num_kv_heads)
     return "jax_foscar decode_attention: more KV heads than the device runs warps";
   const bool overlap = facts.major >= 9;
-  const char* failure = variant.launch(params, plan, grid, warps, warps * warp_shared(plan.stages), overlap, stream);
+  const char* failure =
+      variant.launch(params, plan, grid, teams * variant.team, teams * shared(plan.stages), overlap, stream);
   if (failure != nullptr) return failure;
-  return launch_combine(params, plan.row_start, plan.pieces, grid * warps, rows, plan.blocks, overlap, stream);
+  return launch_combine(params, plan.row_start, plan.pieces, grid * teams, rows, plan.blocks, overlap, stream);
 }
 
 }  // namespace jax_foscar::cuda

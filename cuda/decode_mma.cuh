@@ -1,10 +1,11 @@
 // The fast decode-attention kernel: affine folding on integer tensor cores, for 2- and 4-bit keys and values.
 //
-// Grid: one CTA an SM (at most kMaxWorkers warps in all).  Each CTA finds its warps' ranges of the work (schedule.cuh);
-// from then on a warp is alone: it streams its tiles of 64 tokens through a private ring (tile_stream.cuh), scores them
-// (keys.cuh), runs the online softmax and adds the values (values.cuh) for up to 4 kTiles query rows of one KV head,
-// then the item's exact tokens (exact.cuh).  What it has of an item goes to the outputs if the whole item was its own,
-// else to the workspace for combine.cu.
+// Grid: one CTA an SM (at most kMaxWorkers workers in all).  Each CTA finds its workers' ranges of the work
+// (schedule.cuh); a worker is a warp, or for more than eight query rows a team of warps that shares a ring.  From then
+// on it is alone: it streams its tiles of 64 tokens through its ring (tile_stream.cuh), scores them (keys.cuh), runs
+// the online softmax and adds the values (values.cuh) for up to kRows query rows of one KV head, then the item's exact
+// tokens (exact.cuh).  What it has of an item goes to the outputs if the whole item was its own, else to the workspace
+// for combine.cu.
 //
 // Not handled: 16-bit operands, head dims that differ, and what is not in the kernel's lists of kinds.
 #pragma once
@@ -70,27 +71,29 @@ constexpr TileBytes fixed_tile_bytes(int dim, int pair_bytes) {
 
 inline constexpr int kScanBytes = 4 * 32;  // of a warp, for find_start
 
-// As many stages as Hopper's shared memory holds for all warps, but at least two.
-constexpr int fixed_stages(int warps, int tile_bytes, int own_bytes) {
-  const int stages = ((227 << 10) / warps - own_bytes - kScanBytes) / tile_bytes;
+// As many stages as Hopper's shared memory holds for all workers, but at least two.  `own_bytes`: beside the ring.
+constexpr int fixed_stages(int workers, int tile_bytes, int own_bytes) {
+  const int stages = ((227 << 10) / workers - own_bytes) / tile_bytes;
   return stages < 2 ? 2 : stages > kMaxStages ? kMaxStages : stages;
 }
 
-template <class Keys_, class Values_, int kDim_, int kTiles_, int kPairBytes_>
+template <class Keys_, class Values_, int kDim_, int kRows_, int kPairBytes_>
 struct Traits {
   using Keys = Keys_;
   using Values = Values_;
-  static constexpr int kDim = kDim_;  // of keys and values
-  static constexpr int kTiles = kTiles_;
-  static constexpr int kRows = 4 * kTiles;
+  static constexpr int kDim = kDim_;    // of keys and values
+  static constexpr int kRows = kRows_;  // query rows of an item
+  // Warps of a worker, which share its ring: what a row needs in registers, a warp has for eight rows at most.
+  static constexpr int kTeam = kRows <= 8 ? 1 : kRows / 8;
+  static constexpr int kWarpRows = kRows / kTeam, kTiles = kWarpRows / 4;
   static constexpr int kPairBytes = kPairBytes_;
-  static constexpr int kMaxWarps = kTiles == 4 || kTiles * kDim > 256 || kDim > 192 ? 8 : 12;  // what registers allow
+  static constexpr int kMaxWarps = kTiles * kDim > 256 || kDim > 192 ? 8 : 12;  // what registers allow
   using Queries = jax_foscar::cuda::Queries<kDim, kTiles, Keys::kAnyPerChannel>;
   static constexpr int kGroups = Values::max_groups(padded_dim(kDim));
   using Outputs = jax_foscar::cuda::Outputs<kDim, kTiles, kGroups>;
   static constexpr TileBytes kTileBytes = fixed_tile_bytes<Keys, Values>(kDim, kPairBytes);
-  // What a warp has behind its ring.  Rings begin at multiples of 128 bytes: copies to other addresses cost 5 % of the
-  // read rate.
+  // What a warp has behind the ring; of `copied` and `barriers` the team uses its first warp's.  Rings begin at
+  // multiples of 128 bytes: copies to other addresses cost 5 % of the read rate.
   struct alignas(128) Own {
     Queries queries;
     CopiedRow copied;
@@ -99,8 +102,9 @@ struct Traits {
   struct Sizes {
     static constexpr TileBytes kBytes = kTileBytes;
     static constexpr bool kFixed = kBytes.total() != 0;
-    static constexpr int kDim = kDim_;
-    static constexpr int kStages = kFixed ? fixed_stages(kMaxWarps, kBytes.total(), sizeof(Own)) : 0;
+    static constexpr int kDim = kDim_, kTeam = Traits::kTeam;
+    static constexpr int kStages =
+        kFixed ? fixed_stages(kMaxWarps / kTeam, kBytes.total(), kTeam * (sizeof(Own) + kScanBytes)) : 0;
     __device__ static TileBytes get(const Plan& plan) { return kFixed ? kBytes : plan.bytes; }
     __device__ static int stages(const Plan& plan) { return kFixed ? kStages : plan.stages; }
   };
@@ -194,12 +198,13 @@ __device__ __forceinline__ void attend_exact(const DecodeParams& params, const P
   if (chunk.units == 2) stream.replace_keys(), stream.replace_values();
 }
 
-// Leaves an item, or the warp's part of it.  Its code is kept short: what is not in the instruction cache comes from
-// behind all the tiles that are under way.
+// Leaves an item, or the worker's part of it; the warp's rows are those of the piece from `first_row` on.  Its code is
+// kept short: what is not in the instruction cache comes from behind all the tiles that are under way.
 template <class T>
 __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRows& rows, bool whole, bool bad,
-                                       float* piece, int value_group, int lane, const typename T::Queries& queries,
-                                       Softmax<T::kTiles>& softmax, typename T::Outputs& out) {
+                                       float* piece, int first_row, int value_group, int lane,
+                                       const typename T::Queries& queries, Softmax<T::kTiles>& softmax,
+                                       typename T::Outputs& out) {
   const int g = lane / 4, c = lane % 4;
 #pragma unroll
   for (int tile = 0; tile < T::kTiles; ++tile) {
@@ -210,18 +215,18 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
       out.offsets[tile][group] = sum_over_tokens(out.offsets[tile][group]);
       if (negative & 0x11111111u << c) out.offsets[tile][group] = NAN;
     }
-    const int in_item = 4 * tile + c;
-    const int64_t index = rows.index(in_item);
+    const int r = 4 * tile + c, in_piece = first_row + r;
+    const int64_t index = rows.index(r);
     if (index < 0) continue;
-    if (bad || !queries.rows[in_item].finite) sum = NAN;
+    if (bad || !queries.rows[r].finite) sum = NAN;
     float max = softmax.max[tile], factor = 1.0f;
-    const bool real = rows.is_real(in_item);
+    const bool real = rows.is_real(r);
     if (!real) max = -INFINITY, sum = 0.0f;
     if (whole) {
       factor = real ? normalize(params, index, &max, &sum) : 0.0f;
       if (g == 0) params.lse[index] = natural_lse(max, sum);
     } else if (g == 0) {
-      float* const maxima = piece + T::kRows * T::kDim + in_item;
+      float* const maxima = piece + T::kRows * T::kDim + in_piece;
       maxima[0] = max, maxima[T::kRows] = sum;
     }
     float x[T::Outputs::kRowTiles][2];
@@ -244,7 +249,7 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const ItemRow
     if (whole) {
       with_output(params, index * T::kDim + g, store);
     } else {
-      store(piece + in_item * T::kDim + g);
+      store(piece + in_piece * T::kDim + g);
     }
   }
 }
@@ -253,19 +258,20 @@ template <class T>
 __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     decode_mma(const __grid_constant__ DecodeParams params, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  constexpr int kTeam = T::kTeam;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32, member = warp % kTeam;
   const int ring = T::Sizes::stages(plan) * T::Sizes::get(plan).total();
-  uint8_t* const stages = shared + warp * (ring + sizeof(typename T::Own));
-  typename T::Own& own = *reinterpret_cast<typename T::Own*>(stages + ring);
-  typename T::Queries& queries = own.queries;
-  int* const scan = reinterpret_cast<int*>(shared + warps * (ring + sizeof(typename T::Own)));
+  uint8_t* const stages = shared + warp / kTeam * (ring + kTeam * sizeof(typename T::Own));
+  typename T::Own* const own = reinterpret_cast<typename T::Own*>(stages + ring);  // of the team's warps
+  typename T::Queries& queries = own[member].queries;
+  int* const scan = reinterpret_cast<int*>(shared + warps / kTeam * (ring + kTeam * sizeof(typename T::Own)));
   ptx::wait_for_dependency();
   ptx::launch_dependents();  // combine.cu's CTAs may come as soon as there is room; they wait for this grid's end
-  const Worker worker(params);
+  const Worker worker(params, kTeam);
   const int kv_head = worker.kv_head;
   // The next item's query rows, what they see, and their numbers.
   const auto load = [&](const RowQueries& row_queries, int row, int block) {
-    const ItemRows rows(params, row, row_queries.count, block * T::kRows, kv_head);
+    const ItemRows rows(params, row, row_queries.count, block * T::kRows + member * T::kWarpRows, kv_head);
     T::Keys::call(plan.key_kind, [&](auto kind) {
       using Key = decltype(kind);
       if constexpr (Key::kPerChannel) {
@@ -289,11 +295,11 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
   if (start.count == 0) return;
   if (row != start.row || block != start.block)
     rows = load(params.row_queries(start.row, start.work.length), start.row, start.block);
-  typename T::Stream stream(params, plan, kv_head, start, stages, own.barriers, &own.copied);
+  typename T::Stream stream(params, plan, kv_head, start, stages, own->barriers, &own->copied);
 
   RowWork work = start.work;
-  // One warp first finishes an item without having begun it, while it waits for its first tile: the code for that is
-  // then at hand when the first warp comes to the end of an item.
+  // The first warp first finishes an item without having begun it, while it waits for its first tile: the code for that
+  // is then at hand when the first warp comes to the end of an item.
   bool rehearses = warp == 0;
   int left = rehearses ? 0 : start.count;
   int unit = start.unit;
@@ -348,8 +354,9 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     }
 
     finish<T>(params, rows, begins_here && end == work.units, has_tiles && stream.item_was_bad(),
-              plan.pieces + (int64_t{blockIdx.x * warps + warp} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
-              params.value.per_channel ? T::kDim : params.value.group, lane, queries, softmax, out);
+              plan.pieces + (int64_t{worker.number} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
+              member * T::kWarpRows, params.value.per_channel ? T::kDim : params.value.group, lane, queries, softmax,
+              out);
 
     if (rehearses) {
       rehearses = false, left = start.count, unit = start.unit;

@@ -5,10 +5,10 @@ namespace jax_foscar::cuda {
 namespace {
 
 constexpr DecodeVariant kVariants[] = {
-    any_kind<AllKinds, 128, 1>(),
-    any_kind<AllKinds, 128, 2>(),
     any_kind<AllKinds, 128, 4>(),
-    any_kind<AllKinds, 128, 1, 8>(),
+    any_kind<AllKinds, 128, 8>(),
+    any_kind<AllKinds, 128, 16>(),
+    any_kind<AllKinds, 128, 4, 8>(),
 };
 
 }  // namespace

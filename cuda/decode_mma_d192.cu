@@ -5,8 +5,8 @@ namespace jax_foscar::cuda {
 namespace {
 
 constexpr DecodeVariant kVariants[] = {
-    any_kind<AllKinds, 192, 1>(),
-    any_kind<AllKinds, 192, 2>(),
+    any_kind<AllKinds, 192, 4>(),
+    any_kind<AllKinds, 192, 8>(),
 };
 
 }  // namespace

@@ -5,10 +5,10 @@ namespace jax_foscar::cuda {
 namespace {
 
 constexpr DecodeVariant kVariants[] = {
-    one_kind<Token<4>, Token<4>, 256, 1>(),
-    one_kind<Token<2>, Token<2>, 256, 1>(),
-    any_kind<AllKinds, 256, 1>(),
-    any_kind<AllKinds, 256, 2>(),
+    one_kind<Token<4>, Token<4>, 256, 4>(),
+    one_kind<Token<2>, Token<2>, 256, 4>(),
+    any_kind<AllKinds, 256, 4>(),
+    any_kind<AllKinds, 256, 8>(),
 };
 
 }  // namespace

@@ -5,8 +5,8 @@ namespace jax_foscar::cuda {
 namespace {
 
 constexpr DecodeVariant kVariants[] = {
-    one_kind<Token<4>, Token<4>, 64, 1>(), one_kind<Token<2>, Token<2>, 64, 1>(), any_kind<KindsTo32, 64, 1>(),
-    any_kind<KindsTo32, 64, 2>(),          any_kind<KindsTo32, 64, 4>(),          any_kind<KindsTo32, 64, 1, 8>(),
+    one_kind<Token<4>, Token<4>, 64, 4>(), one_kind<Token<2>, Token<2>, 64, 4>(), any_kind<KindsTo32, 64, 4>(),
+    any_kind<KindsTo32, 64, 8>(),          any_kind<KindsTo32, 64, 16>(),         any_kind<KindsTo32, 64, 4, 8>(),
 };
 
 }  // namespace

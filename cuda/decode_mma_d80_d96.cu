@@ -7,10 +7,10 @@ namespace {
 using Any80 = KindList<Token<4>, Token<2>, Channel<4>, Channel<2>>;
 
 constexpr DecodeVariant kVariants[] = {
-    any_kind<Any80, 80, 1>(),
-    any_kind<Any80, 80, 2>(),
-    any_kind<KindsTo32, 96, 1>(),
-    any_kind<KindsTo32, 96, 2>(),
+    any_kind<Any80, 80, 4>(),
+    any_kind<Any80, 80, 8>(),
+    any_kind<KindsTo32, 96, 4>(),
+    any_kind<KindsTo32, 96, 8>(),
 };
 
 }  // namespace

@@ -25,7 +25,7 @@ struct TileBytes {
 struct Plan {
   int blocks;                // blocks of query rows a KV head
   int page_tiles;            // tiles a page
-  int stages;                // of a warp's ring
+  int stages;                // of a worker's ring
   int key_kind, value_kind;  // lines of the kernel's own lists
   TileBytes bytes;
   int* row_start;  // [B + 1], workspace.h
@@ -45,13 +45,14 @@ struct QuantKind {
 // One kernel.
 struct DecodeVariant {
   int dim;         // of keys and values
-  int tiles;       // of 4 query rows
+  int rows;        // query rows of an item
+  int team;        // warps that share a worker's ring, each with some of the rows
   int pair_bytes;  // a (scale, offset) pair
   const QuantKind *keys, *values;
   int num_keys, num_values;
   int max_warps;
-  int stages;      // of a warp's ring, 0 where the launch chooses
-  int warp_bytes;  // shared memory of a warp beside its ring
+  int stages;      // of a worker's ring, 0 where the launch chooses
+  int warp_bytes;  // shared memory of a warp beside the ring
   const char* (*launch)(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared, bool overlap,
                         CUstream_st* stream);
 };

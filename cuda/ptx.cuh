@@ -140,6 +140,16 @@ __device__ __forceinline__ void load_transposed_b16(uint32_t (&matrices)[4], uin
                : "memory");
 }
 
+// Among kWarps neighbouring warps, the CTA's team number `team`.
+template <int kWarps>
+__device__ __forceinline__ void sync_team(int team) {
+  if constexpr (kWarps == 1) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(32 * kWarps) : "memory");
+  }
+}
+
 // --- Arithmetic -----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2(float x) {

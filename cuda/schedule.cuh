@@ -116,14 +116,15 @@ __device__ __forceinline__ int scan_lanes(int x, int lane) {
   return x;
 }
 
-// A warp of the grid as a worker.
+// A team of warps of the grid as a worker.
 struct Worker {
-  int kv_head, range, ranges;  // no worker if range >= ranges
+  int number, kv_head, range, ranges;  // no worker if range >= ranges
 
-  __device__ __forceinline__ explicit Worker(const DecodeParams& params) {
-    const int warps = blockDim.x / 32, worker = blockIdx.x * warps + threadIdx.x / 32;
-    kv_head = worker % params.num_kv_heads, range = worker / params.num_kv_heads;
-    ranges = gridDim.x * warps / params.num_kv_heads;
+  __device__ __forceinline__ Worker(const DecodeParams& params, int team_warps) {
+    const int teams = blockDim.x / 32 / team_warps;
+    number = blockIdx.x * teams + threadIdx.x / 32 / team_warps;
+    kv_head = number % params.num_kv_heads, range = number / params.num_kv_heads;
+    ranges = gridDim.x * teams / params.num_kv_heads;
   }
 };
 

@@ -1,4 +1,6 @@
-// A warp's private ring of tiles in shared memory, filled ahead of use from the pages of its range of work.
+// A worker's private ring of tiles in shared memory, filled ahead of use from the pages of its range of work.  A worker
+// is a warp, or a team of warps that each have some of an item's query rows and read the same tiles: what they call
+// here, they all call, in the same order.
 //
 // One stage is one tile of 64 tokens of one KV head: key codes, value codes, key params, value params, each contiguous
 // in its page; or a chunk of exact tokens, whose bf16 rows stand where a tile has its codes.  A tile's keys are done
@@ -38,14 +40,15 @@ struct CopiedRow {
 };
 
 // `Sizes::get(plan)` is the TileBytes, a constant if `Sizes::kFixed`; `Sizes::stages(plan)` likewise.  `Sizes::kDim` is
-// the head dim.
+// the head dim, `Sizes::kTeam` the warps of a worker.
 template <class Sizes>
 class TileStream {
  public:
   static constexpr bool kBulkCopies = kHaveBulkCopies && !Sizes::kFixed;
+  static constexpr int kThreads = 32 * Sizes::kTeam;
   static constexpr int kExactUnits = Sizes::kDim / 8;  // of 16 bytes, an exact token's keys or values
 
-  // The stream of the tiles of a KV head among the units of `start`; `stages` is the warp's ring, `barriers` its
+  // The stream of the tiles of a KV head among the units of `start`; `stages` is the worker's ring, `barriers` its
   // mbarriers, `copied` its CopiedRow.
   __device__ TileStream(const DecodeParams& params, const Plan& plan, int kv_head, const Start& start, uint8_t* stages,
                         const uint64_t* barriers, CopiedRow* copied)
@@ -56,7 +59,7 @@ class TileStream {
         barriers_(ptx::shared_address(barriers)),
         copied_(*copied),
         left_(start.count) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % kThreads;
     if constexpr (Sizes::kFixed) {
       to_ = ptx::opaque(ptx::shared_address(stages) + 16 * lane);
       const OperandParams* operands[] = {&params.key, &params.value};
@@ -69,7 +72,7 @@ class TileStream {
       for (int i = 0; i < 2 * plan.stages; ++i) ptx::mbarrier_init(barriers_ + 8 * i);
       ptx::mbarrier_init_fence();
     }
-    __syncwarp();
+    sync();
     if (left_ > 0) {
       row_ = start.row;
       set_row(start.work);
@@ -104,12 +107,12 @@ class TileStream {
 
   // Behind the current tile's last read of its keys: starts the copy of the keys `stages` tiles ahead in their place.
   __device__ __forceinline__ void replace_keys() {
-    __syncwarp();
+    sync();
     copy_keys();
   }
   // The same of its values; the next tile is then the current one.
   __device__ __forceinline__ void replace_values() {
-    __syncwarp();
+    sync();
     copy_values();
     next();
   }
@@ -129,6 +132,8 @@ class TileStream {
   }
 
  private:
+  __device__ __forceinline__ static void sync() { ptx::sync_team<Sizes::kTeam>(threadIdx.x / kThreads); }
+
   __device__ __forceinline__ void wait(int part, int units) {
     if constexpr (kBulkCopies) {
       ptx::mbarrier_wait(barriers_ + 8 * (2 * stage_ + part), phase_);
@@ -147,7 +152,7 @@ class TileStream {
           default: wait_for_copies<7>(units); break;
         }
       }
-      __syncwarp();
+      sync();
     }
   }
   template <int kLeft>
@@ -176,9 +181,9 @@ class TileStream {
           (params_.row_entry(row_, params_.exact_rows) * params_.layers + work.layer) * params_.num_kv_heads + kv_head_;
       first_slot = head * (params_.windows.sink + params_.windows.ring);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) copied_ = {row_, first_slot, work};
-    __syncwarp();
+    sync();
+    if (threadIdx.x % kThreads == 0) copied_ = {row_, first_slot, work};
+    sync();
     table_ = params_.page_table + int64_t{params_.row_entry(row_, params_.table_rows)} * params_.table_width;
   }
 
@@ -243,13 +248,15 @@ class TileStream {
     if constexpr (kBulkCopies) {
       const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
       const int count = __popc(__ballot_sync(kAllLanes, tile_ >= 0));
-      if (lane == 0) ptx::mbarrier_expect(barrier, count * 16 * kExactUnits);
+      const bool is_first = threadIdx.x % kThreads < 32;  // of the team's warps
+      if (is_first && lane == 0) ptx::mbarrier_expect(barrier, count * 16 * kExactUnits);
       __syncwarp();
-      if (tile_ >= 0)
+      if (is_first && tile_ >= 0)
         ptx::bulk_copy(to + exact_at(lane, 0), from + int64_t{tile_} * Sizes::kDim, 16 * kExactUnits, barrier);
     } else {
-      for (int first = 0; first < exact_stage_tokens(params_) * kExactUnits; first += 32) {
-        const int token = (first + lane) / kExactUnits, i = (first + lane) % kExactUnits;
+      for (int first = 0; first < exact_stage_tokens(params_) * kExactUnits; first += kThreads) {
+        const int number = first + static_cast<int>(threadIdx.x % kThreads);
+        const int token = number / kExactUnits, i = number % kExactUnits;
         const int place = __shfl_sync(kAllLanes, tile_, token);
         ptx::cp_async16(to + exact_at(token, i), from + int64_t{place} * Sizes::kDim + 8 * i, place >= 0);
       }
@@ -265,7 +272,7 @@ class TileStream {
     } else {
       const uint8_t* const codes_from = operand.codes + int64_t{tile_} * codes;
       const uint8_t* const pairs_from = static_cast<const uint8_t*>(operand.params) + int64_t{tile_} * pairs;
-      const int lane = threadIdx.x % 32;
+      const int lane = threadIdx.x % kThreads;
       const uint32_t to = ptx::shared_address(stages_);
       if constexpr (kBulkCopies) {
         if (lane == 0) {
@@ -275,8 +282,8 @@ class TileStream {
           ptx::bulk_copy(to + pairs_at, pairs_from, pairs, barrier);
         }
       } else {
-        for (int i = 16 * lane; i < codes; i += 16 * 32) ptx::cp_async16(to + codes_at + i, codes_from + i);
-        for (int i = 16 * lane; i < pairs; i += 16 * 32) ptx::cp_async16(to + pairs_at + i, pairs_from + i);
+        for (int i = 16 * lane; i < codes; i += 16 * kThreads) ptx::cp_async16(to + codes_at + i, codes_from + i);
+        for (int i = 16 * lane; i < pairs; i += 16 * kThreads) ptx::cp_async16(to + pairs_at + i, pairs_from + i);
       }
     }
   }
@@ -285,8 +292,9 @@ class TileStream {
   __device__ __forceinline__ void copy_lanes(uint32_t to, const uint8_t* from, int size) {
     from += uint64_t{static_cast<uint32_t>(tile_)} * static_cast<uint32_t>(size);
 #pragma unroll
-    for (int i = 0; i < size; i += 16 * 32)
-      ptx::cp_async16(to + i, from + i, size - i >= 16 * 32 || 16 * static_cast<int>(threadIdx.x % 32) < size - i);
+    for (int i = 0; i < size; i += 16 * kThreads)
+      ptx::cp_async16(to + i, from + i,
+                      size - i >= 16 * kThreads || 16 * static_cast<int>(threadIdx.x % kThreads) < size - i);
   }
 
   const DecodeParams& params_;
