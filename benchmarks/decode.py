@@ -51,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the queries; bfloat16 on a GPU")
     parser.add_argument("--no-peers", action="store_true", help="time ours alone")
+    parser.add_argument("--oscar", type=Path, help="OSCAR's triton_ops/decode_attention.py, another peer")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--csv", type=Path, help="also write the rows there")
     parser.add_argument("--plot", type=Path, help="also draw them: share of the read rate, speed-up over a peer")
@@ -81,10 +82,10 @@ def read_rate() -> float | None:
     return rate if rate > 0 else None
 
 
-def peer_rows(name: str, shape: Shape, repeats: int) -> list[dict[str, object]]:
+def peer_rows(name: str, shape: Shape, repeats: int, oscar: Path | None) -> list[dict[str, object]]:
     """What a user has otherwise; peers that fail say why on stderr and are left out."""
     elements = int(shape.row_lengths().sum(dtype="int64")) * shape.kv_heads * shape.head_dim * 2
-    contenders: dict[str, tuple[int, object]] = {}
+    contenders: dict[str, tuple[float, object]] = {}
     if jax.default_backend() == "gpu":
         for label, implementation in (("cuDNN bf16 (jax.nn)", "cudnn"), ("XLA bf16 (jax.nn)", "xla")):
             contenders[label] = 2, lambda i=implementation: jax_contenders.jax_nn(shape, "bfloat16", i, repeats)
@@ -94,15 +95,15 @@ def peer_rows(name: str, shape: Shape, repeats: int) -> list[dict[str, object]]:
         except ImportError as missing:
             print(f"peers in PyTorch are left out: {missing}", file=sys.stderr)
         else:
-            for label, call in torch_peers.peers().items():
-                contenders[label] = 1 if "fp8" in label else 2, lambda c=call: c(shape, repeats)
+            for label, (size, call) in torch_peers.peers(shape, oscar).items():
+                contenders[label] = size, lambda c=call: c(repeats)
     else:
         for dtype, size in (("bfloat16", 2), ("float32", 4)):
             contenders[f"jax.nn {dtype}"] = size, lambda d=dtype: jax_contenders.jax_nn(shape, d, "xla", repeats)
     rows = []
     for label, (size, call) in contenders.items():
         try:
-            rows.append({"shape": name, "contender": label, "us": call(), "bytes": elements * size})
+            rows.append({"shape": name, "contender": label, "us": call(), "bytes": int(elements * size)})
         except Exception as refusal:  # a peer's own exceptions are its own
             reason = (str(refusal).splitlines() or [""])[0][:150]
             print(f"{label} is left out at {name}: {type(refusal).__name__}: {reason}", file=sys.stderr)
@@ -192,7 +193,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for name, shape in shapes.items():
         if not args.no_peers:
-            rows += peer_rows(name, shape, args.repeats)
+            rows += peer_rows(name, shape, args.repeats, args.oscar)
         rows += our_rows(name, shape, args)
     lines = table(rows, rate)
     widths = {column: max(len(column), *(len(line[column]) for line in lines)) for column in lines[0]}

@@ -1,4 +1,4 @@
-"""Peers that live in PyTorch: FlashInfer, and TensorRT-LLM's XQA as FlashInfer ships it.
+"""Peers that live in PyTorch: FlashInfer, TensorRT-LLM's XQA as FlashInfer ships it, and OSCAR's Triton kernel.
 
 Each returns a function that gives microseconds a call: the median of replays of a CUDA graph of several calls, over
 caches that together are larger than L2.
@@ -6,8 +6,13 @@ caches that together are larger than L2.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import statistics
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -90,14 +95,66 @@ def xqa(shape: Shape, repeats: int, dtype: torch.dtype) -> float:
     return replay([lambda kv=kv: call(*kv) for kv in caches], repeats)
 
 
-def peers() -> dict[str, Callable[[Shape, int], float]]:
-    """Peers by name, with what they need imported; empty where FlashInfer is not installed."""
+def load_oscar(path: Path) -> types.ModuleType:
+    """OSCAR's ``decode_attention.py``; SGLang, from which it wants next to nothing, need not be installed."""
+    utils, environ = types.ModuleType("sglang.srt.utils"), types.ModuleType("sglang.srt.environ")
+    utils.is_hip = lambda: False
+    environ.envs = None
+    stubs = {"sglang": types.ModuleType("sglang"), "sglang.srt": types.ModuleType("sglang.srt")}
+    stubs |= {module.__name__: module for module in (utils, environ)}
+    added = {name: module for name, module in stubs.items() if sys.modules.setdefault(name, module) is module}
+    spec = importlib.util.spec_from_file_location("oscar_decode_attention", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"--oscar: {path} is no Python file")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
-        import flashinfer  # noqa: F401
-    except ImportError:
-        return {}
-    return {
-        "FlashInfer bf16": flashinfer_bf16,
-        "XQA fp8": lambda shape, repeats: xqa(shape, repeats, torch.float8_e4m3fn),
-        "XQA bf16": lambda shape, repeats: xqa(shape, repeats, torch.bfloat16),
-    }
+        spec.loader.exec_module(module)
+    finally:
+        for name in added:
+            del sys.modules[name]
+    return module
+
+
+def oscar(shape: Shape, repeats: int, path: Path) -> float:
+    """Of 1, 8 and 32 splits a row the fastest."""
+    decode = load_oscar(path).decode_attention_fwd_quantized
+    lengths = torch.tensor(shape.row_lengths(), device="cuda")
+    total, size = int(lengths.sum()), (shape.batch, shape.heads)
+    copies = -(-COLD_BYTES // (total * shape.kv_heads * 2 * (shape.head_dim // 4 + 8)))
+
+    def buffers() -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(256, (total, shape.kv_heads, shape.head_dim // 4), dtype=torch.uint8, device="cuda")
+        return codes, torch.rand(total, shape.kv_heads, 2, device="cuda") + 0.5
+
+    caches = [(*buffers(), *buffers()) for _ in range(copies)]
+    q = torch.randn(*size, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(q)
+    first = torch.cat([torch.zeros(1, dtype=lengths.dtype, device="cuda"), lengths.cumsum(0)]).int()
+    indices = torch.arange(total, device="cuda")
+    times = []
+    for splits in 1, 8, 32:
+        logits, lse = (torch.empty(*size, splits, *rest, device="cuda") for rest in ((shape.head_dim,), ()))
+        counts = torch.full((shape.batch,), splits, dtype=torch.int32, device="cuda")
+
+        def call(cache: tuple[torch.Tensor, ...], of_split: tuple[torch.Tensor, ...], splits: int) -> None:
+            k, k_pairs, v, v_pairs = cache
+            logits, lse, counts = of_split
+            scale = shape.head_dim**-0.5
+            decode(q, k, v, k_pairs, v_pairs, out, first, indices, logits, lse, counts, splits, scale, "int2")
+
+        of_split = logits, lse, counts
+        times.append(replay([functools.partial(call, cache, of_split, splits) for cache in caches], repeats))
+    return min(times)
+
+
+def peers(shape: Shape, oscar_path: Path | None) -> dict[str, tuple[float, Callable[[int], float]]]:
+    """Bytes a cached value, and microseconds from a number of repeats, by name; those that are there."""
+    found: dict[str, tuple[float, Callable[[int], float]]] = {}
+    if importlib.util.find_spec("flashinfer") is not None:
+        found["FlashInfer bf16"] = 2, functools.partial(flashinfer_bf16, shape)
+        found["XQA fp8"] = 1, lambda repeats: xqa(shape, repeats, torch.float8_e4m3fn)
+        found["XQA bf16"] = 2, lambda repeats: xqa(shape, repeats, torch.bfloat16)
+    if oscar_path is not None:
+        nbytes = 1 / 4 + 8 / shape.head_dim  # a scale and a zero point in f32 a token and head
+        found["OSCAR INT2"] = nbytes, lambda repeats: oscar(shape, repeats, oscar_path)
+    return found
