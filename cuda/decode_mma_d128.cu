@@ -21,6 +21,10 @@ constexpr DecodeVariant kVariants[] = {
     one_kind<Channel<2, 64>, Channel<2, 64>, 128, 4>(),
     one_kind<Token<4>, Token<4>, 128, 8>(),
     one_kind<Token<2>, Token<2>, 128, 8>(),
+    one_kind<Token<4, 64>, Token<4, 64>, 128, 8>(),
+    one_kind<Token<2, 64>, Token<2, 64>, 128, 8>(),
+    one_kind<Channel<4, 64>, Token<4, 64>, 128, 8>(),
+    one_kind<Channel<2, 64>, Token<2, 64>, 128, 8>(),
     one_kind<Token<4>, Token<4>, 128, 16>(),
     one_kind<Token<2>, Token<2>, 128, 16>(),
 };
