@@ -82,6 +82,12 @@ def read_rate() -> float | None:
     return rate if rate > 0 else None
 
 
+def measured(row: dict[str, object]) -> dict[str, object]:
+    """The row, which stderr tells at once: the table comes last."""
+    print(f"{row['shape']} {row['contender']}: {row['us']:.1f} us", file=sys.stderr)
+    return row
+
+
 def peer_rows(name: str, shape: Shape, repeats: int, oscar: Path | None) -> list[dict[str, object]]:
     """What a user has otherwise; peers that fail say why on stderr and are left out."""
     elements = int(shape.row_lengths().sum(dtype="int64")) * shape.kv_heads * shape.head_dim * 2
@@ -103,10 +109,12 @@ def peer_rows(name: str, shape: Shape, repeats: int, oscar: Path | None) -> list
     rows = []
     for label, (size, call) in contenders.items():
         try:
-            rows.append({"shape": name, "contender": label, "us": call(), "bytes": int(elements * size)})
+            row = {"shape": name, "contender": label, "us": call(), "bytes": int(elements * size)}
         except Exception as refusal:  # a peer's own exceptions are its own
             reason = (str(refusal).splitlines() or [""])[0][:150]
             print(f"{label} is left out at {name}: {type(refusal).__name__}: {reason}", file=sys.stderr)
+        else:
+            rows.append(measured(row))
     return rows
 
 
@@ -117,7 +125,8 @@ def our_rows(name: str, shape: Shape, args: argparse.Namespace) -> list[dict[str
     for fmt in args.formats:
         for label, implementation in implementations.items():
             us, nbytes, error = jax_contenders.ours(shape, fmt, dtype, implementation, args.repeats)
-            rows.append({"shape": name, "contender": f"{fmt}{label}", "us": us, "bytes": nbytes, "error": error})
+            row = {"shape": name, "contender": f"{fmt}{label}", "us": us, "bytes": nbytes, "error": error}
+            rows.append(measured(row))
     return rows
 
 

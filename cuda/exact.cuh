@@ -67,8 +67,7 @@ struct ExactQueries {
   }
 };
 
-// scores[tile][0][r] = Q . K of the lane's tokens and query row.
-// `row` is number lane % 16.
+// scores[tile][0][r] = Q . K of the lane's tokens and query row.  `row` is number lane % 16.
 template <class Stream, int kDim, int kTiles>
 __device__ __forceinline__ void score_exact(const ExactRow<Stream>& row, const ExactQueries<kDim, kTiles>& queries,
                                             int lane, float (&scores)[kTiles][1][2]) {

@@ -234,6 +234,7 @@ __device__ void pack_values(const Tile& tile) {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) words[0][e] = words[1][e], words[1][e] = 0;
+      // As much code for either width: what is not in the instruction cache is waited for.
 #pragma unroll kBits / 2
       for (int pair = 1; pair >= 0; --pair) {
 #pragma unroll
