@@ -3,30 +3,20 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <iterator>
 
 #include "decode_mma.cuh"
 #include "decode_variants.h"
 #include "launch_overlap.h"
+#include "shared_limit.h"
 
 namespace jax_foscar::cuda {
 
 template <class T>
 const char* launch_variant(const DecodeParams& params, const Plan& plan, int grid, int warps, int shared, bool overlap,
                            CUstream_st* stream) {
-  // A function's limit on shared memory belongs to a device: raised once on each.
-  constexpr int kMaxDevices = 64;
-  static std::atomic<bool> ready[kMaxDevices];
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && (device >= kMaxDevices || !ready[device].load(std::memory_order_relaxed))) {
-    int most = 0;
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error == cudaSuccess)
-      error = cudaFuncSetAttribute(decode_mma<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-    if (error == cudaSuccess && device < kMaxDevices) ready[device].store(true, std::memory_order_relaxed);
-  }
+  static SharedLimit limit;
+  cudaError_t error = limit.raise(decode_mma<T>);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);

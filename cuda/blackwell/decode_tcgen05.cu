@@ -6,6 +6,7 @@
 #include "../combine.h"
 #include "../device_facts.h"
 #include "../launch_overlap.h"
+#include "../shared_limit.h"
 #include "choice.h"
 #include "decode.h"
 #include "decode_tcgen05.h"
@@ -39,9 +40,8 @@ const char* launch(const DecodeParams& params, const DeviceFacts& facts, Launch 
   if (!plan_launch<kRows>(params, facts.shared, &plan))
     return "jax_foscar decode_attention: a tile does not fit the device's shared memory";
   const int grid = std::min(facts.sms, kMaxWorkers);
-  // A function's limit on shared memory belongs to a device, so it is set each time: it costs less than a launch.
-  cudaError_t error = cudaFuncSetAttribute(decode_tcgen05<kDim, kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           plan.shared.total());
+  static SharedLimit limit;
+  cudaError_t error = limit.raise(decode_tcgen05<kDim, kRows>);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
