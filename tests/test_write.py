@@ -97,6 +97,20 @@ CASES += [
     )
 ]  # fmt: skip
 
+# What the CUDA kernel quantizes by whole tiles, in head dims of odd numbers of blocks and with several groups a block.
+CASES += [
+    {"key": Quant(*key), "value": Quant(*value), "dims": dims, "dtype": "bfloat16", "options": options,
+     "param_dtype": "float16"}
+    for key, value, dims, options in (
+        ((4, "token"), (4, "token"), (192, 96), {}),
+        ((4, "token", 32), (2, "token", 64), (96, 192), {"sink_tokens": 4}),
+        ((2, "token", 32), (4, "token", 32), (192, 96), {}),
+        ((2, "token"), (2, "token"), (256, 64), {"recent_tokens": 20}),
+        ((4, "channel", 32), (4, "token"), (96, 256), {"max_new": 1}),
+        ((2, "channel", 64), (4, "channel", 64), (192, 96), {"max_new": 1, "recent_tokens": 1}),
+    )
+]  # fmt: skip
+
 
 @kernels
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['key']},{c['value']},{c['dims'][0]},{c['dtype']}")
