@@ -161,6 +161,23 @@ def test_one_long_row_among_short_ones(text, num_queries, implementation):
         check_attention(attend(q, cache, implementation=implementation), q, cache, implementation)
 
 
+@implementations
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize(
+    ("text", "dim"),
+    [(text, 128) for text in ("k4t,v4t", "k2t,v2t", "k4t64,v4t64", "k2t64,v2t64,recent20", "k4c64,v4t64", "k2c64,v2t64",
+                              "k4t32,v2c32,sink4")]
+    + [("k4t,v2t,sink4,recent20", 256), ("k2t32,v2c64", 64)],
+)  # fmt: skip
+def test_many_query_heads(text, dim, heads, implementation):
+    """Eight and sixteen query rows a KV head: a GPU has kernels of their own for some formats, and teams of warps."""
+    lengths = (0, 1, 63, 200, 130)
+    with on(implementation):
+        cache = make_cache(KVFormat.parse(text), random_rows(lengths, heads=1, dim=dim), capacity=256)
+        q = queries((len(lengths), 2, heads, dim))
+        check_attention(attend(q, cache, implementation=implementation), q, cache, implementation)
+
+
 REAL = Path(__file__).parent / "data" / "smollm2_kv.npz"
 
 
