@@ -79,15 +79,22 @@ def check(cache: KVCache, q: jax.Array, out: jax.Array) -> float:
     return worst
 
 
+def once(call: Callable[[], object]) -> float:
+    """Wall time in seconds of a call that is waited for."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def in_turns(measures: list[Callable[[], float]], repeats: int) -> list[float]:
+    """The median of each; in turns, since a GPU that has worked for a while is slower than one that has not."""
+    times = [[measure() for measure in measures] for _ in range(repeats + 2)]
+    return [statistics.median(of_one) for of_one in zip(*times[2:], strict=True)]
+
+
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median wall time of a call that is waited for."""
-    times = []
-    for i in range(repeats + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        if i >= 2:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    """The median of ``once``."""
+    return in_turns([functools.partial(once, call)], repeats)[0]
 
 
 def stopwatch(step: Callable[..., jax.Array], q: jax.Array, operands: object, calls: int) -> Callable[[], float]:
@@ -104,19 +111,11 @@ def stopwatch(step: Callable[..., jax.Array], q: jax.Array, operands: object, ca
         return q
 
     def seconds_of(count: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(program(q, operands, count))
-        return time.perf_counter() - start
+        return once(lambda: program(q, operands, count))
 
     if jax.default_backend() != "gpu":
         return lambda: seconds_of(1) * 1e6
     return lambda: (seconds_of(3 * calls) - seconds_of(calls)) / (2 * calls) * 1e6
-
-
-def in_turns(stopwatches: list[Callable[[], float]], repeats: int) -> list[float]:
-    """The median of each; in turns, since a GPU that has worked for a while is slower than one that has not."""
-    times = [[stopwatch() for stopwatch in stopwatches] for _ in range(repeats + 2)]
-    return [statistics.median(of_one) for of_one in zip(*times[2:], strict=True)]
 
 
 def microseconds(step: Callable[..., jax.Array], q: jax.Array, operands: object, calls: int, repeats: int) -> float:

@@ -54,6 +54,11 @@ def paged(shape: Shape, element_bytes: int) -> tuple[torch.Tensor, torch.Tensor,
     return lengths, pages, total, -(-COLD_BYTES // nbytes)
 
 
+def row_starts(counts: torch.Tensor) -> torch.Tensor:
+    """Where each row begins in a list of all, and where the last one ends."""
+    return torch.cat([torch.zeros(1, dtype=counts.dtype, device="cuda"), counts.cumsum(0)]).int()
+
+
 def flashinfer_bf16(shape: Shape, repeats: int) -> float:
     import flashinfer
 
@@ -61,11 +66,10 @@ def flashinfer_bf16(shape: Shape, repeats: int) -> float:
     size = (total, 2, PAGE, shape.kv_heads, shape.head_dim)
     caches = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
     q = torch.randn(shape.batch, shape.heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
-    indptr = torch.cat([torch.zeros(1, dtype=pages.dtype, device="cuda"), pages.cumsum(0)]).int()
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     wrapper.plan(
-        indptr, torch.arange(total, dtype=torch.int32, device="cuda"), ((lengths - 1) % PAGE + 1).int(),
+        row_starts(pages), torch.arange(total, dtype=torch.int32, device="cuda"), ((lengths - 1) % PAGE + 1).int(),
         shape.heads, shape.kv_heads, shape.head_dim, PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
     )  # fmt: skip
     return replay([lambda kv=kv: wrapper.run(q, kv) for kv in caches], repeats)
@@ -95,6 +99,7 @@ def xqa(shape: Shape, repeats: int, dtype: torch.dtype) -> float:
     return replay([lambda kv=kv: call(*kv) for kv in caches], repeats)
 
 
+@functools.cache
 def load_oscar(path: Path) -> types.ModuleType:
     """OSCAR's ``decode_attention.py``; SGLang, from which it wants next to nothing, need not be installed."""
     utils, environ = types.ModuleType("sglang.srt.utils"), types.ModuleType("sglang.srt.environ")
@@ -115,12 +120,17 @@ def load_oscar(path: Path) -> types.ModuleType:
     return module
 
 
+def oscar_token_bytes(shape: Shape) -> int:
+    """Of one KV head's keys or values: codes, a scale and a zero point in f32."""
+    return shape.head_dim // 4 + 8
+
+
 def oscar(shape: Shape, repeats: int, path: Path) -> float:
     """Of 1, 8 and 32 splits a row the fastest."""
     decode = load_oscar(path).decode_attention_fwd_quantized
     lengths = torch.tensor(shape.row_lengths(), device="cuda")
     total, size = int(lengths.sum()), (shape.batch, shape.heads)
-    copies = -(-COLD_BYTES // (total * shape.kv_heads * 2 * (shape.head_dim // 4 + 8)))
+    copies = -(-COLD_BYTES // (total * shape.kv_heads * 2 * oscar_token_bytes(shape)))
 
     def buffers() -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.randint(256, (total, shape.kv_heads, shape.head_dim // 4), dtype=torch.uint8, device="cuda")
@@ -129,21 +139,14 @@ def oscar(shape: Shape, repeats: int, path: Path) -> float:
     caches = [(*buffers(), *buffers()) for _ in range(copies)]
     q = torch.randn(*size, shape.head_dim, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
-    first = torch.cat([torch.zeros(1, dtype=lengths.dtype, device="cuda"), lengths.cumsum(0)]).int()
-    indices = torch.arange(total, device="cuda")
+    tokens = row_starts(lengths), torch.arange(total, device="cuda")
     times = []
     for splits in 1, 8, 32:
         logits, lse = (torch.empty(*size, splits, *rest, device="cuda") for rest in ((shape.head_dim,), ()))
         counts = torch.full((shape.batch,), splits, dtype=torch.int32, device="cuda")
-
-        def call(cache: tuple[torch.Tensor, ...], of_split: tuple[torch.Tensor, ...], splits: int) -> None:
-            k, k_pairs, v, v_pairs = cache
-            logits, lse, counts = of_split
-            scale = shape.head_dim**-0.5
-            decode(q, k, v, k_pairs, v_pairs, out, first, indices, logits, lse, counts, splits, scale, "int2")
-
-        of_split = logits, lse, counts
-        times.append(replay([functools.partial(call, cache, of_split, splits) for cache in caches], repeats))
+        rest = out, *tokens, logits, lse, counts, splits, shape.head_dim**-0.5, "int2"
+        calls = [functools.partial(decode, q, k, v, k_pairs, v_pairs, *rest) for k, k_pairs, v, v_pairs in caches]
+        times.append(replay(calls, repeats))
     return min(times)
 
 
@@ -155,6 +158,6 @@ def peers(shape: Shape, oscar_path: Path | None) -> dict[str, tuple[float, Calla
         found["XQA fp8"] = 1, lambda repeats: xqa(shape, repeats, torch.float8_e4m3fn)
         found["XQA bf16"] = 2, lambda repeats: xqa(shape, repeats, torch.bfloat16)
     if oscar_path is not None:
-        nbytes = 1 / 4 + 8 / shape.head_dim  # a scale and a zero point in f32 a token and head
+        nbytes = oscar_token_bytes(shape) / shape.head_dim
         found["OSCAR INT2"] = nbytes, lambda repeats: oscar(shape, repeats, oscar_path)
     return found

@@ -73,7 +73,7 @@ __device__ __forceinline__ void score_exact(const ExactRow<Stream>& row, const E
                                             int lane, float (&scores)[kTiles][1][2]) {
   float sums[kTiles][4] = {};
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
+  for (int step = 0; step < ExactQueries<kDim, kTiles>::kSteps; ++step) {
     uint32_t x[4];  // channels 8 (i / 2) + 2 c, + 1 of tokens 8 (i % 2) + g
     ptx::load_b16(x, row.address(2 * step + lane / 16));
 #pragma unroll

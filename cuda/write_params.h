@@ -79,10 +79,11 @@ struct WriteParams : CacheShape {
   JF_HOST_DEVICE constexpr int newest_in_slot(const RowWrite& w, int t) const {
     return newest_in_slot(w, t, turns_to_newest(w, t));
   }
-  // The same from the turns of a token that is no more than one of the ring before t.
+  // How far before the newest in its slot a token is.
   JF_HOST_DEVICE constexpr int turns_to_newest(const RowWrite& w, int t) const {
     return (w.length - 1 - t) / windows.ring * windows.ring;
   }
+  // newest_in_slot from the turns of t, or of a token before it by less than the ring.
   JF_HOST_DEVICE constexpr int newest_in_slot(const RowWrite& w, int t, int turns) const {
     if (t - w.first >= windows.ring) return -1;
     const int newest = t + turns < w.length ? t + turns : t + turns - windows.ring;
