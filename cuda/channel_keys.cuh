@@ -57,15 +57,12 @@ __device__ __noinline__ void load_channel_queries(const DecodeParams& params, co
   for (int tile = 0; tile < kTiles; ++tile) {
     // Every other step of row g / 2.
     float2 x[Channels::kSteps];
-    const int64_t index = rows.query_index(4 * tile + g / 2);
+    load_query_pairs<kDim>(
+        params, rows.query_index(4 * tile + g / 2),
+        [g, c](int i) { return Channels::pair(i / 2 * 2 + g % 2, i % 2, c); }, x);
     float max = 0.0f;
 #pragma unroll
-    for (int i = 0; i < Channels::kSteps; ++i) {
-      const int channel = Channels::pair(i / 2 * 2 + g % 2, i % 2, c);
-      x[i] = {0.0f, 0.0f};
-      if (index >= 0 && (kDim % 32 == 0 || channel < kDim)) x[i] = load_query_pair(params, index * kDim + channel);
-      max = ptx::max_nan(max, ptx::max_nan(fabsf(x[i].x), fabsf(x[i].y)));
-    }
+    for (const float2 pair : x) max = ptx::max_nan(max, ptx::max_nan(fabsf(pair.x), fabsf(pair.y)));
     max = max_over_row(max);
     const int exponent = __float_as_int(max) >> 23;
     const bool usable = exponent > 127 - 100 && max < INFINITY;

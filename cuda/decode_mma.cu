@@ -63,7 +63,7 @@ const char* refuse_decode_mma(const DecodeParams& params) {
   if (choice.variant == nullptr) return "jax_foscar decode_attention: the fast kernel has no such variant";
   // The schedule counts in 32 bits; a row and item has at most this many units.
   const int64_t most_units = int64_t{params.table_width} * params.page_size / kTileTokens +
-                             (params.windows.sink + params.windows.ring) / 8 + 2 + kIdleUnits;
+                             (params.windows.sink + params.windows.ring + 1) / 8 + 2 + kIdleUnits;
   const int64_t rows = choice.variant->rows, blocks = (params.rows_a_kv_head() + rows - 1) / rows;
   if (most_units * params.batch * params.num_kv_heads * blocks > INT32_MAX)
     return "jax_foscar decode_attention: too much work for the fast kernel's 32-bit counts";

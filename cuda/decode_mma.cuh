@@ -169,37 +169,43 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& params, const Pl
   stream.replace_values();
 }
 
+// A chunk of exact tokens; `masked` unless all query rows see all of them.
 template <class T>
 __device__ __forceinline__ void attend_exact(const DecodeParams& params, const Plan& plan, typename T::Stream& stream,
-                                             const ExactChunk& chunk, int lane,
+                                             const RowWork& work, int number, bool masked, int lane,
                                              const ExactQueries<T::kDim, T::kTiles>& exact_queries,
                                              const typename T::Queries& queries, Softmax<T::kTiles>& softmax,
                                              typename T::Outputs& out) {
   using Row = ExactRow<typename T::Stream>;
   float scores[T::kTiles][1][2], steps[T::kTiles];
-  stream.wait_for_keys(chunk.units);
-  score_exact(Row(stream, chunk, lane % 16, 0), exact_queries, lane, scores);
+  const bool apart = stream.exact_apart();
+  apart ? stream.wait_for_stage() : stream.wait_for_keys();
+  score_exact(Row(stream, 0, lane % 16, lane / 16), exact_queries, scores);
   stream.replace_keys();
+  if (apart) stream.replace_values();
 #pragma unroll
   for (int tile = 0; tile < T::kTiles; ++tile) steps[tile] = params.scale * 1.4426950408889634f;
   if (params.features.soft_cap != 0.0f) cap_scores<T>(params, steps, scores);
-  unsigned seen[2][T::kTiles];  // by lane 4 g + c: its query row sees token 8 r + g
+  unsigned seen[2][T::kTiles] = {};  // by lane 4 g + c: its query row sees token 8 r + g
+  if (masked) {
 #pragma unroll
-  for (int tile = 0; tile < T::kTiles; ++tile) {
-    const Visible visible = queries.rows[4 * tile + lane % 4].visible;
+    for (int tile = 0; tile < T::kTiles; ++tile) {
+      const Visible visible = queries.rows[4 * tile + lane % 4].visible;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool sees = chunk.token[r] >= 0 && visible.sees_exact(chunk.token[r], params.windows.sink);
-      if (!sees) scores[tile][0][r] = -INFINITY;
-      seen[r][tile] = __ballot_sync(kAllLanes, sees);
+      for (int r = 0; r < 2; ++r) {
+        const int token = work.exact_token(number * kExactTokens + 8 * r + lane / 4);
+        const bool sees = token >= 0 && visible.sees_exact(token, params.windows.sink);
+        if (!sees) scores[tile][0][r] = -INFINITY;
+        seen[r][tile] = __ballot_sync(kAllLanes, sees);
+      }
     }
   }
   exponentiate<T>(steps, scores, softmax, out);
-  stream.wait_for_values(chunk.units);
-  add_values_exact(Row(stream, chunk, lane / 16 * 8 + lane % 8, T::Sizes::get(plan).value_codes_at()), seen, scores,
-                   lane, out);
+  apart ? stream.wait_for_stage() : stream.wait_for_values();
+  const int values_at = apart ? 0 : T::Sizes::get(plan).value_codes_at();
+  add_values_exact(Row(stream, values_at, lane / 16 * 8 + lane % 8, lane / 8 % 2), masked, seen, scores, lane, out);
+  if (apart) stream.replace_keys();
   stream.replace_values();
-  if (chunk.units == 2) stream.replace_keys(), stream.replace_values();
 }
 
 // Leaves an item, or the worker's part of it; the warp's rows are those of the piece from `first_row` on.  Its code is
@@ -273,41 +279,46 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
   ptx::launch_dependents();  // combine.cu's CTAs may come as soon as there is room; they wait for this grid's end
   const Worker worker(params, kTeam);
   const int kv_head = worker.kv_head;
-  // The next item's query rows, what they see, and their numbers.
-  const auto load = [&](const RowQueries& row_queries, int row, int block) {
-    const ItemRows rows(params, row, row_queries.count, block * T::kRows + member * T::kWarpRows, kv_head);
+  // The warp's query rows of the item: rather found again than kept in registers.
+  int row, block, real_queries;
+  const auto rows = [&] {
+    return ItemRows(params, row, real_queries, block * T::kRows + member * T::kWarpRows, kv_head);
+  };
+  // Their numbers, and what they see.
+  const auto load = [&](const RowQueries& row_queries) {
+    real_queries = row_queries.count;
+    const ItemRows item = rows();
     T::Keys::call(plan.key_kind, [&](auto kind) {
       using Key = decltype(kind);
       if constexpr (Key::kPerChannel) {
-        load_channel_queries<Key::kBits>(params, rows, lane, queries);
+        load_channel_queries<Key::kBits>(params, item, lane, queries);
       } else {
         constexpr int kGroup = Key::kGroup == 0 ? padded_dim(T::kDim) : Key::kGroup;
-        load_queries<Key::kBits, kGroup>(params, rows, lane, queries);
+        load_queries<Key::kBits, kGroup>(params, item, lane, queries);
       }
     });
-    load_visible(params, rows, row_queries, lane, queries.rows);  // behind, while the length is on its way
-    return rows;
+    load_visible(params, item, row_queries, lane, queries.rows);  // behind, while the length is on its way
   };
   // Queries come before the copies, or they would wait behind them.  Those of an even batch come even before the
   // lengths: where the range would begin is known.
   const float items = static_cast<float>(params.batch) * plan.blocks;
   const int guess = min(static_cast<int>(items * worker.range / worker.ranges), params.batch * plan.blocks - 1);
-  int row = guess / plan.blocks, block = guess % plan.blocks;
-  ItemRows rows;
-  const Start start = find_start(params, worker, plan.blocks, scan, plan.row_start,
-                                 [&] { rows = load(params.row_queries(row), row, block); });
+  row = guess / plan.blocks, block = guess % plan.blocks;
+  const Start start =
+      find_start(params, worker, plan.blocks, scan, plan.row_start, [&] { load(params.row_queries(row)); });
   if (start.count == 0) return;
-  if (row != start.row || block != start.block)
-    rows = load(params.row_queries(start.row, start.work.length), start.row, start.block);
+  if (row != start.row || block != start.block) {
+    row = start.row, block = start.block;
+    load(params.row_queries(row, start.work.length));
+  }
   typename T::Stream stream(params, plan, kv_head, start, stages, own->barriers, &own->copied);
 
   RowWork work = start.work;
   // The first warp first finishes an item without having begun it, while it waits for its first tile: the code for that
-  // is then at hand when the first warp comes to the end of an item.
+  // is then at hand when the first warp comes to the end of an item.  It does so alone, and must not wait for its team.
   bool rehearses = warp == 0;
   int left = rehearses ? 0 : start.count;
   int unit = start.unit;
-  row = start.row, block = start.block;
   while (true) {
     // One item, or the part of it that is the warp's.
     Softmax<T::kTiles> softmax;
@@ -322,7 +333,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
 #pragma unroll
       for (int u = 0; u < T::Outputs::kRowTiles; ++u) out.sums[tile][u][0] = out.sums[tile][u][1] = 0.0f;
       softmax.max[tile] = -INFINITY, softmax.sum[tile] = 0.0f;
-      if (rows.is_real(4 * tile + lane % 4)) {
+      if (rows().is_real(4 * tile + lane % 4)) {
         const Visible visible = queries.rows[4 * tile + lane % 4].visible;
         plain_first = max(plain_first, visible.begin);
         plain_last = min(plain_last, min(visible.boundary, visible.end));
@@ -340,7 +351,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     const bool begins_here = unit == 0;
     const int end = min(work.units, unit + left);
     left -= end - unit;
-    unit = max(unit, kIdleUnits);
+    unit = max(unit, work.idle(params));
     const int tiles_end = ptx::opaque(min(end, work.tiles));
     const bool has_tiles = unit < tiles_end;
     for (; unit < tiles_end; ++unit) {
@@ -349,15 +360,20 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
       attend_tile<T>(params, plan, stream, work, first_token, masked, lane, queries, softmax, out);
     }
     if (unit < end) {
-      const ExactQueries<T::kDim, T::kTiles> exact_queries(params, rows, lane);
-      while (unit < end) {
-        const ExactChunk chunk(exact_stage_tokens(params), work, unit - work.tiles, end - unit, lane);
-        attend_exact<T>(params, plan, stream, chunk, lane, exact_queries, queries, softmax, out);
-        unit += chunk.units;
+      const ExactQueries<T::kDim, T::kTiles> exact_queries(params, rows(), lane);
+      SeenByAll seen_by_all;
+#pragma unroll
+      for (int tile = 0; tile < T::kTiles; ++tile)
+        if (rows().is_real(4 * tile + lane % 4)) seen_by_all.meet(queries.rows[4 * tile + lane % 4].visible);
+      seen_by_all.meet_lanes();
+      for (; unit < end; ++unit) {
+        const int number = unit - work.tiles;
+        attend_exact<T>(params, plan, stream, work, number, !seen_by_all.has_chunk(work, number), lane, exact_queries,
+                        queries, softmax, out);
       }
     }
 
-    finish<T>(params, rows, begins_here && end == work.units, has_tiles && stream.item_was_bad(),
+    finish<T>(params, rows(), begins_here && end == work.units, has_tiles && stream.item_was_bad(),
               plan.pieces + (int64_t{worker.number} * 2 + begins_here) * piece_floats(T::kRows, T::kDim),
               member * T::kWarpRows, params.value.per_channel ? T::kDim : params.value.group, lane, queries, softmax,
               out);
@@ -373,7 +389,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
       do work = stream.work_of(++row);
       while (work.units == 0);
     }
-    rows = load(params.row_queries(row, work.length), row, block);
+    load(params.row_queries(row, work.length));
   }
 }
 

@@ -29,6 +29,11 @@ constexpr DecodeVariant kVariants[] = {
     one_kind<Token<2>, Token<2>, 128, 16>(),
 };
 
+// Two stages of 4-bit tiles leave little for what a warp keeps beside them: with less room INT4 would lose a warp.
+using Int4 = Traits<KindList<Token<4>>, KindList<Token<4>>, 128, 4, 4>;
+static_assert(Int4::kMaxWarps * (Int4::Sizes::kStages * Int4::kTileBytes.total() + Int4::kWarpBytes) <= 227 << 10,
+              "twelve warps no longer fit a CTA");
+
 }  // namespace
 
 DecodeVariants decode_variants_d128() { return {std::begin(kVariants), std::end(kVariants)}; }

@@ -16,33 +16,42 @@ __device__ __forceinline__ uint32_t bf16_part(float2 x, bool low) {
   return *reinterpret_cast<const uint32_t*>(&high);
 }
 
-// Up to 16 tokens that go through tensor cores at once: a unit of 16, or two units of 8 in two stages, or what is left.
-struct ExactChunk {
-  int stage_tokens, units;
-  int token[2];  // the lane's, number g and 8 + g of the chunk, or -1
+// The exact tokens that all of a warp's query rows see: from `begin` and, but for the sinks, `boundary` on, up to
+// `end`.
+struct SeenByAll {
+  int begin = 0, boundary = 0, end = INT32_MAX;
 
-  // From unit `first` on, of which `left` are the warp's.
-  __device__ __forceinline__ ExactChunk(int stage_tokens, const RowWork& work, int first, int left, int lane)
-      : stage_tokens(stage_tokens), units(stage_tokens == 8 && left > 1 ? 2 : 1) {
-    for (int r = 0; r < 2; ++r) {
-      const int i = 8 * r + lane / 4;
-      token[r] = i < stage_tokens * units ? work.exact_token(first * stage_tokens + i) : -1;
+  __device__ __forceinline__ void meet(const Visible& visible) {
+    begin = max(begin, visible.begin), boundary = max(boundary, visible.boundary), end = min(end, visible.end);
+    if (visible.drafts != nullptr) end = min(end, visible.first_draft);
+  }
+  // With the rows of the other lanes.
+  __device__ __forceinline__ void meet_lanes() {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      begin = max(begin, __shfl_xor_sync(kAllLanes, begin, distance));
+      boundary = max(boundary, __shfl_xor_sync(kAllLanes, boundary, distance));
+      end = min(end, __shfl_xor_sync(kAllLanes, end, distance));
     }
+  }
+  // True for a full chunk whose tokens are all among them.
+  __device__ __forceinline__ bool has_chunk(const RowWork& work, int number) const {
+    const int first = work.exact_token(number * kExactTokens);
+    const int last = work.exact_token(number * kExactTokens + kExactTokens - 1);
+    return first >= begin && last >= first && last < end && (last < work.exact_sinks || first >= boundary);
   }
 };
 
-// Row 0 .. 15 of the chunk in shared memory, its keys or values, which lie `at` bytes into a stage.  Rows without a
-// token have those of others, which nobody sees.
+// A row of the chunk in shared memory, its keys or values, which lie `at` bytes into the stage, from channels 8 unit ..
+// 8 unit + 7 on, where `unit` is 0 or 1.  Rows without a token have those of others, which nobody sees.
 template <class Stream>
 struct ExactRow {
-  uint32_t stage;
-  int token;
+  uint32_t first;
 
-  __device__ __forceinline__ ExactRow(const Stream& stream, const ExactChunk& chunk, int row, int at)
-      : stage(ptx::shared_address(row >= 8 && chunk.units == 2 ? stream.next_stage() : stream.stage()) + at),
-        token(row & (chunk.stage_tokens - 1)) {}
-  // The address of channels 8 i .. 8 i + 7.
-  __device__ __forceinline__ uint32_t address(int i) const { return stage + Stream::exact_at(token, i); }
+  __device__ __forceinline__ ExactRow(const Stream& stream, int at, int row, int unit)
+      : first(ptx::shared_address(stream.stage()) + at + Stream::exact_at(row, unit)) {}
+  // The address 16 i channels further.
+  __device__ __forceinline__ uint32_t address(int i) const { return Stream::exact_behind(first, 0, 2 * i); }
 };
 
 // The B operand: the even column of a query row has its high parts, the odd one its low parts, of channels 16 step +
@@ -56,26 +65,24 @@ struct ExactQueries {
     const int g = lane / 4, c = lane % 4;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int64_t index = rows.query_index(4 * tile + g / 2);
-      const auto part = [&](int channel) {
-        return index >= 0 ? bf16_part(load_query_pair(params, index * kDim + channel), g % 2 == 1) : 0;
-      };
+      float2 x[2 * kSteps];
+      load_query_pairs<kDim>(params, rows.query_index(4 * tile + g / 2), [c](int i) { return 8 * i + 2 * c; }, x);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        parts[tile][step] = {part(16 * step + 2 * c), part(16 * step + 8 + 2 * c)};
+        parts[tile][step] = {bf16_part(x[2 * step], g % 2 == 1), bf16_part(x[2 * step + 1], g % 2 == 1)};
     }
   }
 };
 
-// scores[tile][0][r] = Q . K of the lane's tokens and query row.  `row` is number lane % 16.
+// scores[tile][0][r] = Q . K of the lane's tokens and query row.  `row` is number lane % 16, from unit lane / 16 on.
 template <class Stream, int kDim, int kTiles>
 __device__ __forceinline__ void score_exact(const ExactRow<Stream>& row, const ExactQueries<kDim, kTiles>& queries,
-                                            int lane, float (&scores)[kTiles][1][2]) {
+                                            float (&scores)[kTiles][1][2]) {
   float sums[kTiles][4] = {};
 #pragma unroll
   for (int step = 0; step < ExactQueries<kDim, kTiles>::kSteps; ++step) {
     uint32_t x[4];  // channels 8 (i / 2) + 2 c, + 1 of tokens 8 (i % 2) + g
-    ptx::load_b16(x, row.address(2 * step + lane / 16));
+    ptx::load_b16(x, row.address(step));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
       ptx::mma_bf16(sums[tile], {x[0], x[1], x[2], x[3]}, queries.parts[tile][step]);
@@ -93,24 +100,13 @@ __device__ __forceinline__ uint32_t pair_mask(unsigned seen, int lane) {
   return ((pair & 0x0f) != 0 ? 0x0000ffffu : 0) | ((pair & 0xf0) != 0 ? 0xffff0000u : 0);
 }
 
-// `row` is number lane / 16 * 8 + lane % 8.  `seen[r][tile]`: bit 4 g + c is set if query row c of the tile sees token
-// 8 r + g.  A value that a query does not see
-// may be anything, and 0 * NaN is NaN: where queries differ in what they see, each takes a product of its own.
+// `row` is number lane / 16 * 8 + lane % 8, from unit lane / 8 % 2 on.  If `masked`, bit 4 g + c of `seen[r][tile]` is
+// set where query row c of the tile sees token 8 r + g.  A value that a query does not see may be anything, and 0 * NaN
+// is NaN, so that each query row then takes a product of its own.
 template <class Stream, int kDim, int kTiles, int kMaxGroups>
-__device__ __forceinline__ void add_values_exact(const ExactRow<Stream>& row, const unsigned (&seen)[2][kTiles],
-                                                 const float (&p)[kTiles][1][2], int lane,
-                                                 Outputs<kDim, kTiles, kMaxGroups>& out) {
-  const int c = lane % 4;
-  unsigned by_any[2], differ = 0;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    unsigned by_all = kAllLanes;
-    by_any[r] = 0;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) by_any[r] |= seen[r][tile], by_all &= seen[r][tile];
-    const unsigned pairs = by_any[r] | by_any[r] >> 1, tokens = (pairs | pairs >> 2) & 0x11111111u;
-    differ |= tokens * 15 & ~by_all;
-  }
+__device__ __forceinline__ void add_values_exact(const ExactRow<Stream>& row, bool masked,
+                                                 const unsigned (&seen)[2][kTiles], const float (&p)[kTiles][1][2],
+                                                 int lane, Outputs<kDim, kTiles, kMaxGroups>& out) {
   uint2 b[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -121,15 +117,16 @@ __device__ __forceinline__ void add_values_exact(const ExactRow<Stream>& row, co
     }
     b[tile] = {parts[0], parts[1]};
   }
-  // The products of the tokens that are asked for, to the outputs where `wanted`.
-  const auto add = [&](int tile, unsigned first, unsigned second, bool wanted) {
-    const uint32_t masks[2] = {pair_mask(first, lane), pair_mask(second, lane)};
+  // Products for a tile of query rows, to the outputs where `wanted`.
+  const auto add = [&](int tile, const auto& mask, bool wanted) {
 #pragma unroll
     for (int u = 0; u < kDim / 16; ++u) {
       uint32_t x[4];  // channels 16 u + 8 (i % 2) + g of tokens 8 (i / 2) + 2 c, + 1
-      ptx::load_transposed_b16(x, row.address(2 * u + lane / 8 % 2));
+      ptx::load_transposed_b16(x, row.address(u));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = mask(x[i], i / 2);
       float sums[4] = {};
-      ptx::mma_bf16(sums, {x[0] & masks[0], x[1] & masks[0], x[2] & masks[1], x[3] & masks[1]}, b[tile]);
+      ptx::mma_bf16(sums, x, b[tile]);
       if (!wanted) continue;
       out.sums[tile][u][0] += sums[0] + sums[1];
       out.sums[tile][u][1] += sums[2] + sums[3];
@@ -137,12 +134,15 @@ __device__ __forceinline__ void add_values_exact(const ExactRow<Stream>& row, co
   };
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    if (differ == 0) {
-      add(tile, by_any[0], by_any[1], true);
+    if (!masked) {
+      add(tile, [](uint32_t pair, int) { return pair; }, true);
     } else {
 #pragma unroll 1
-      for (int row = 0; row < 4; ++row)
-        add(tile, seen[0][tile] & 0x11111111u << row, seen[1][tile] & 0x11111111u << row, row == c);
+      for (int row = 0; row < 4; ++row) {
+        const unsigned bits = 0x11111111u << row;
+        const uint32_t masks[2] = {pair_mask(seen[0][tile] & bits, lane), pair_mask(seen[1][tile] & bits, lane)};
+        add(tile, [&masks](uint32_t pair, int r) { return pair & masks[r]; }, row == lane % 4);
+      }
     }
   }
 }

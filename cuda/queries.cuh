@@ -43,11 +43,29 @@ __device__ __forceinline__ float2 load_query_pair(const void* q, int64_t i) {
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
-// Two neighbouring channels of a query, of any dtype.
-__device__ __forceinline__ float2 load_query_pair(const DecodeParams& params, int64_t i) {
-  if (params.q_dtype == DType::kBF16) return load_query_pair<DType::kBF16>(params.q, i);
-  if (params.q_dtype == DType::kF16) return load_query_pair<DType::kF16>(params.q, i);
-  return load_query_pair<DType::kF32>(params.q, i);
+// Pairs of neighbouring channels of row `index` of [B, T, N], zeros for -1; pair i is at channel_of(i), past the head
+// dim zeros.  One dtype's loads are all under way at once.
+template <int kDim, int kPairs, class Channel>
+__device__ __forceinline__ void load_query_pairs(const DecodeParams& params, int64_t index, const Channel& channel_of,
+                                                 float2 (&x)[kPairs]) {
+  const auto load_as = [&](auto dtype) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int channel = channel_of(i);
+      x[i] = {0.0f, 0.0f};
+      if (kDim % 32 == 0 || channel < kDim) x[i] = load_query_pair<dtype>(params.q, index * kDim + channel);
+    }
+  };
+  if (index < 0) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) x[i] = {0.0f, 0.0f};
+  } else if (params.q_dtype == DType::kBF16) {
+    load_as(std::integral_constant<DType, DType::kBF16>{});
+  } else if (params.q_dtype == DType::kF16) {
+    load_as(std::integral_constant<DType, DType::kF16>{});
+  } else {
+    load_as(std::integral_constant<DType, DType::kF32>{});
+  }
 }
 
 // Over a query row's eight lanes, NaN if any is.
@@ -62,31 +80,12 @@ template <int kBits, int kDim>
 struct LaneChannels {
   using Channels = KeyChannels<kBits, kDim>;
   static constexpr int kSteps = Channels::kSteps;
-  float2 x[kSteps][2];  // [step][pair]
-
-  template <DType kDType>
-  __device__ __forceinline__ void load_as(const void* q, int64_t index, int half, int c) {
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      const int channel = Channels::first(i / 2, half, i % 2, c);
-      x[i / 2][i % 2] = {0.0f, 0.0f};
-      if (kDim % 32 == 0 || channel < kDim) x[i / 2][i % 2] = load_query_pair<kDType>(q, index + channel);
-    }
-  }
+  float2 x[2 * kSteps];  // pair 2 step + pair
 
   // Row `index` of [B, T, N]; zeros for -1.
   __device__ __forceinline__ void load(const DecodeParams& params, int64_t index, int lane) {
     const int half = lane / 4 % 2, c = lane % 4;
-    if (index < 0) {
-#pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) x[i / 2][i % 2] = {0.0f, 0.0f};
-    } else if (params.q_dtype == DType::kBF16) {
-      load_as<DType::kBF16>(params.q, index * kDim, half, c);
-    } else if (params.q_dtype == DType::kF16) {
-      load_as<DType::kF16>(params.q, index * kDim, half, c);
-    } else {
-      load_as<DType::kF32>(params.q, index * kDim, half, c);
-    }
+    load_query_pairs<kDim>(params, index, [&](int i) { return Channels::first(i / 2, half, i % 2, c); }, x);
   }
 
   // The largest magnitude over the row's eight lanes, NaN if any is.
@@ -94,8 +93,7 @@ struct LaneChannels {
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      const float2 pair = x[i / 2][i % 2];
-      max = ptx::max_nan(max, ptx::max_nan(fabsf(pair.x), fabsf(pair.y)));
+      max = ptx::max_nan(max, ptx::max_nan(fabsf(x[i].x), fabsf(x[i].y)));
     }
     return max_over_row(max);
   }
@@ -219,7 +217,7 @@ __device__ __noinline__ void load_queries(const DecodeParams& params, const Item
     int sums[kGroups] = {};
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const Digits digits(channels.x[s][0], step.inverse / Channels::power(s, 0), channels.x[s][1],
+      const Digits digits(channels.x[2 * s], step.inverse / Channels::power(s, 0), channels.x[2 * s + 1],
                           step.inverse / Channels::power(s, 1));
       sums[s * 32 / kGroup] += digits.sum(0) * Channels::power(s, 0) + digits.sum(1) * Channels::power(s, 1);
       queries.store(tile, s, lane, digits);

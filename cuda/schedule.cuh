@@ -1,8 +1,8 @@
 // Who does what, decided on the device from the real lengths.
 //
 // Every KV head has the same work, one flattened list of units: rows in order, in each row its blocks of query rows in
-// order, in each block first kIdleUnits, which stand for what an item costs beside its tokens, then the row's tiles of
-// 64 quantized tokens, then its chunks of exact tokens.  The list is cut into equal contiguous ranges (all counts stay
+// order, in each block first idle ones, which stand for what an item costs beside the units, then the row's tiles of 64
+// quantized tokens, then its chunks of exact tokens.  The list is cut into equal contiguous ranges (all counts stay
 // below 2^31: decode_mma.cu checks), one a worker (a warp) of the head, so that a ragged batch or a single row fills
 // the chip, and an item (row, head, block) wholly inside one range needs no combining.
 //
@@ -17,8 +17,14 @@
 
 namespace jax_foscar::cuda {
 
-// What ends one item and begins the next takes about as long as two tiles.
+inline constexpr int kExactTokens = 16;  // a chunk
+
+// What ends one item and begins the next takes about as long as two tiles; a chunk of exact tokens, which has the bytes
+// of a 4-bit tile and twice those of a 2-bit one, half as long again as the latter.
 inline constexpr int kIdleUnits = 2;
+__device__ __forceinline__ int idle_units(const DecodeParams& params, int chunks) {
+  return kIdleUnits + chunks * (8 - params.key.bits - params.value.bits) / 8;
+}
 
 // One row's work, the same for each of its items.
 struct RowWork {
@@ -32,17 +38,13 @@ struct RowWork {
   int units;  // those, then chunks of exact tokens; 0 for a row that is empty, without queries, or cannot be read
   bool bad;   // the length or the layer is out of range: the row's results are NaN
 
+  __device__ __forceinline__ int idle(const DecodeParams& params) const { return idle_units(params, units - tiles); }
   __device__ __forceinline__ int exact_count() const { return exact_sinks + max(length - exact_begin, 0); }
   // Exact token number i, or -1 past the last.
   __device__ __forceinline__ int exact_token(int i) const {
     return i >= exact_count() ? -1 : i < exact_sinks ? i : exact_begin + i - exact_sinks;
   }
 };
-
-// Exact tokens a chunk: as many as fit where a tile has its codes, 8 or 16.
-__device__ __forceinline__ int exact_stage_tokens(const DecodeParams& params) {
-  return 4 * min(params.key.bits, params.value.bits);
-}
 
 // Not inlined: it is long, and rare.
 __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int row) {
@@ -56,8 +58,6 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
   if (work.bad || queries.count == 0) return work;
   const int first_seen = first_visible(params.features, queries), first_paged = max(windows.sink, first_seen);
   work.quantized = windows.ring == 0 ? work.length : windows.quantized_length(work.length);
-  work.first_tile = first_paged / kTileTokens - kIdleUnits;
-  work.tiles = work.quantized > first_paged ? (work.quantized - 1) / kTileTokens + 1 - work.first_tile : kIdleUnits;
   if (windows.ring > 0 && work.length > 0) {
     // The oldest query reaches furthest back into the ring.
     const int oldest = params.features.causal ? max(queries.first, 0) : work.length - 1;
@@ -66,9 +66,12 @@ __device__ __noinline__ inline RowWork row_work(const DecodeParams& params, int 
   } else {
     work.exact_begin = work.length;
   }
-  const int chunk = exact_stage_tokens(params);
-  work.units = work.tiles + (work.exact_count() + chunk - 1) / chunk;
-  if (work.units == kIdleUnits) work.units = 0;
+  const int chunks = (work.exact_count() + kExactTokens - 1) / kExactTokens;
+  const int idle = idle_units(params, chunks);
+  work.first_tile = first_paged / kTileTokens - idle;
+  work.tiles = work.quantized > first_paged ? (work.quantized - 1) / kTileTokens + 1 - work.first_tile : idle;
+  work.units = work.tiles + chunks;
+  if (work.units == idle) work.units = 0;
   return work;
 }
 

@@ -3,13 +3,13 @@
 // here, they all call, in the same order.
 //
 // One stage is one tile of 64 tokens of one KV head: key codes, value codes, key params, value params, each contiguous
-// in its page; or a chunk of exact tokens, whose bf16 rows stand where a tile has its codes.  A tile's keys are done
-// with long before its values, so that each part is replaced as soon as it is read: a ring of two stages then has three
-// halves under way.  Kernels of one kind know a tile's sizes and copy 16 bytes a lane with cp.async: that measured as
-// fast as bulk copies where memory is the bound and 2 to 4 % faster where instructions are (a bulk copy takes its
-// operands from uniform registers).  With sizes from the launch, loops around cp.async cost more, so that on sm_90 and
-// newer bulk copies complete on an mbarrier.  Page ids are checked before they become addresses, and read one tile
-// ahead of their copies.
+// in its page; or a chunk of exact tokens, whose bf16 rows stand where a tile has its codes, keys and values in a stage
+// each where a code has 2 bits.  A tile's keys are done with long before its values, so that each part is replaced as
+// soon as it is read: a ring of two stages then has three halves under way.  Kernels of one kind know a tile's sizes
+// and copy 16 bytes a lane with cp.async: that measured as fast as bulk copies where memory is the bound and 2 to 4 %
+// faster where instructions are (a bulk copy takes its operands from uniform registers).  With sizes from the launch,
+// loops around cp.async cost more, so that on sm_90 and newer bulk copies complete on an mbarrier.  Page ids are
+// checked before they become addresses, and read one tile ahead of their copies.
 #pragma once
 
 #include "decode_variants.h"
@@ -26,16 +26,27 @@ inline constexpr bool kHaveBulkCopies = true;
 
 inline constexpr int kNumBarriers = 2 * kMaxStages;  // a stage's keys, its values
 
-// The row whose units are being copied, kept in shared memory since it is rarely asked for.
+// What is rarely asked for, kept in shared memory: which items were bad, and the row whose units are being copied.
 struct CopiedRow {
+  uint32_t bad;                       // of the items with tiles, by their number modulo 32: few are under way
+  uint16_t items_copied, items_read;  // their numbers
   int row;
   int first_slot;  // of the head in the exact arrays, counted in rows of [exact_rows, L, K, S + W]
+  int ring_slot;   // of token exact_begin in the ring
   RowWork work;
 
   // Where exact token number i is, counted likewise (decode_mma.cu checks that it is below 2^31), or -1 past the last.
   __device__ __forceinline__ int place(const Windows& windows, int i) const {
-    const int token = work.exact_token(i);
-    return token < 0 ? -1 : first_slot + windows.slot(token);
+    if (i >= work.exact_count()) return -1;
+    if (i < work.exact_sinks) return first_slot + i;
+    const int slot = ring_slot + i - work.exact_sinks;  // there are no more tokens than slots
+    return first_slot + windows.sink + slot - (slot >= windows.ring ? windows.ring : 0);
+  }
+  // The same of the first token of a chunk, if its tokens are all there, side by side; else -1.
+  __device__ __forceinline__ int place_of_chunk(const Windows& windows, int number) const {
+    const int first = place(windows, number * kExactTokens);
+    const int last = place(windows, number * kExactTokens + kExactTokens - 1);
+    return last - first == kExactTokens - 1 ? first : -1;
   }
 };
 
@@ -47,6 +58,7 @@ class TileStream {
   static constexpr bool kBulkCopies = kHaveBulkCopies && !Sizes::kFixed;
   static constexpr int kThreads = 32 * Sizes::kTeam;
   static constexpr int kExactUnits = Sizes::kDim / 8;  // of 16 bytes, an exact token's keys or values
+  static constexpr bool kSwizzled = !kBulkCopies && kExactUnits % 8 == 0;
 
   // The stream of the tiles of a KV head among the units of `start`; `stages` is the worker's ring, `barriers` its
   // mbarriers, `copied` its CopiedRow.
@@ -72,10 +84,10 @@ class TileStream {
       for (int i = 0; i < 2 * plan.stages; ++i) ptx::mbarrier_init(barriers_ + 8 * i);
       ptx::mbarrier_init_fence();
     }
+    if (is_first()) copied_.bad = 0, copied_.items_copied = copied_.items_read = 0;
     sync();
     if (left_ > 0) {
-      row_ = start.row;
-      set_row(start.work);
+      set_row(start.row, start.work);
       block_ = start.block;
       unit_ = start.unit;
       seek();
@@ -89,20 +101,30 @@ class TileStream {
     phase_ = 0;
   }
 
-  // The current unit's stage, and that of the one after it.
+  // The current stage.
   __device__ __forceinline__ const uint8_t* stage() const { return stages_; }
-  __device__ __forceinline__ const uint8_t* next_stage() const {
-    const int total = Sizes::get(plan_).total(), stages = Sizes::stages(plan_);
-    return stage_ + 1 == stages ? stages_ - (stages - 1) * total : stages_ + total;
-  }
-  // Wait for the keys of the current unit, or of two; then for the values, once the first of the keys are replaced.
-  __device__ __forceinline__ void wait_for_keys(int units = 1) { wait(0, units); }
-  __device__ __forceinline__ void wait_for_values(int units = 1) { wait(1, units); }
+  // Wait for the keys of the current unit; then for its values, once the keys are replaced.
+  __device__ __forceinline__ void wait_for_keys() { wait(0); }
+  __device__ __forceinline__ void wait_for_values() { wait(1); }
+  // Waits for all of the current stage, of which nothing is replaced yet.
+  __device__ __forceinline__ void wait_for_stage() { wait(0, 1); }
 
-  // Of a chunk of exact tokens: where channels 8 i .. 8 i + 7 of a token lie, from the start of a tile's codes.
-  // Lanes that read neighbouring tokens' same channels should meet other banks; a bulk copy cannot arrange that.
-  __device__ __forceinline__ static int exact_at(int token, int i) {
-    return 16 * (token * kExactUnits + (kBulkCopies ? i : (i + token) % kExactUnits));
+  // True if the keys of a chunk of exact tokens have a stage for themselves, and their values the next: a tile's codes
+  // of 2 bits leave no room for both.
+  __device__ __forceinline__ bool exact_apart() const {
+    const TileBytes bytes = Sizes::get(plan_);
+    return min(bytes.key_codes, bytes.value_codes) < kExactTokens * 16 * kExactUnits;
+  }
+  // Where channels 8 unit .. 8 unit + 7 of row `row` of a chunk of exact tokens lie, from its start.  Lanes that read
+  // neighbouring tokens' same channels should meet other banks; a bulk copy cannot arrange that.
+  __device__ __forceinline__ static int exact_at(int row, int unit) {
+    return 16 * (row * kExactUnits + (kSwizzled ? unit ^ row % 8 : unit));
+  }
+  // The shared-memory address `rows` rows and `units` units behind that of another row and unit, whose set bits are
+  // none of these.
+  __device__ __forceinline__ static uint32_t exact_behind(uint32_t address, int rows, int units) {
+    if (kSwizzled) address ^= 16 * ((rows ^ units) & 7), units &= ~7;
+    return address + 16 * (rows * kExactUnits + units);
   }
 
   // Behind the current tile's last read of its keys: starts the copy of the keys `stages` tiles ahead in their place.
@@ -125,39 +147,47 @@ class TileStream {
   // True if a page id of the item was out of range; another page's tile came instead.  Asked in order, once behind the
   // last tile of each item that has tiles in the range.
   __device__ __forceinline__ bool item_was_bad() {
-    const unsigned bit = 1u << (items_read_++ & 31);
-    const bool bad = bad_ & bit;
-    bad_ &= ~bit;
+    sync();
+    const unsigned bit = 1u << (copied_.items_read & 31);
+    const bool bad = copied_.bad & bit;
+    sync();
+    if (is_first()) copied_.bad &= ~bit, ++copied_.items_read;
     return bad;
   }
 
  private:
+  __device__ __forceinline__ static bool is_first() { return threadIdx.x % kThreads == 0; }
+
+  // The page id read last is out of range: page 0 comes instead.
+  __device__ __forceinline__ void mark_bad() {
+    id_ = 0;
+    sync();
+    if (is_first()) copied_.bad |= 1u << (copied_.items_copied & 31);
+  }
+
   __device__ __forceinline__ static void sync() { ptx::sync_team<Sizes::kTeam>(threadIdx.x / kThreads); }
 
-  __device__ __forceinline__ void wait(int part, int units) {
+  // For a part of the stage, and `more` parts behind it.
+  __device__ __forceinline__ void wait(int part, int more = 0) {
     if constexpr (kBulkCopies) {
-      ptx::mbarrier_wait(barriers_ + 8 * (2 * stage_ + part), phase_);
-      if (units == 2) {
-        const bool wraps = stage_ + 1 == plan_.stages;
-        ptx::mbarrier_wait(barriers_ + 8 * ((wraps ? 0 : 2 * stage_ + 2) + part), phase_ ^ (wraps ? 1 : 0));
-      }
+      for (int i = 0; i <= more; ++i) ptx::mbarrier_wait(barriers_ + 8 * (2 * stage_ + part + i), phase_);
     } else {
-      // Of the copies that were started, in order, all but the last 2 stages - 1 must have come, or two more.
+      // Of the copies that were started, in order, all but the last 2 stages - 1 must have come.
       if constexpr (Sizes::kFixed) {
-        wait_for_copies<2 * Sizes::kStages - 1>(units);
+        wait_for_copies<2 * Sizes::kStages - 1>(more);
       } else {
         switch (plan_.stages) {
-          case 2: wait_for_copies<3>(units); break;
-          case 3: wait_for_copies<5>(units); break;
-          default: wait_for_copies<7>(units); break;
+          case 2: wait_for_copies<3>(more); break;
+          case 3: wait_for_copies<5>(more); break;
+          default: wait_for_copies<7>(more); break;
         }
       }
       sync();
     }
   }
   template <int kLeft>
-  __device__ __forceinline__ static void wait_for_copies(int units) {
-    units == 2 ? ptx::cp_async_wait<kLeft - 2>() : ptx::cp_async_wait<kLeft>();
+  __device__ __forceinline__ static void wait_for_copies(int more) {
+    more == 1 ? ptx::cp_async_wait<kLeft - 1>() : ptx::cp_async_wait<kLeft>();
   }
 
   __device__ __forceinline__ void next() {
@@ -170,21 +200,23 @@ class TileStream {
     }
   }
 
-  __device__ __forceinline__ void set_row(const RowWork& work) {
+  __device__ __forceinline__ void set_row(int row, const RowWork& work) {
     tiles_ = work.tiles, units_ = work.units, first_tile_ = work.first_tile;
     block_ = 0;
-    const int pool = params_.row_entry(row_, params_.pools);
+    const int pool = params_.row_entry(row, params_.pools);
     head_ = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
-    int first_slot = 0;
+    int first_slot = 0, ring_slot = 0;
     if (params_.windows.ring > 0) {
       const int head =
-          (params_.row_entry(row_, params_.exact_rows) * params_.layers + work.layer) * params_.num_kv_heads + kv_head_;
+          (params_.row_entry(row, params_.exact_rows) * params_.layers + work.layer) * params_.num_kv_heads + kv_head_;
       first_slot = head * (params_.windows.sink + params_.windows.ring);
+      ring_slot = work.exact_begin % params_.windows.ring;
     }
     sync();
-    if (threadIdx.x % kThreads == 0) copied_ = {row_, first_slot, work};
+    if (is_first())
+      copied_.row = row, copied_.first_slot = first_slot, copied_.ring_slot = ring_slot, copied_.work = work;
     sync();
-    table_ = params_.page_table + int64_t{params_.row_entry(row_, params_.table_rows)} * params_.table_width;
+    table_ = params_.page_table + int64_t{params_.row_entry(row, params_.table_rows)} * params_.table_width;
   }
 
   // To the next item if this one's units are through; reads the page id of a tile.
@@ -193,11 +225,11 @@ class TileStream {
     while (unit_ >= units_) {
       unit_ = 0;
       if (++block_ == plan_.blocks || units_ == 0) {
-        ++row_;
-        set_row(row_work(params_, row_));
+        const int row = copied_.row + 1;
+        set_row(row, row_work(params_, row));
       }
     }
-    const int idle = kIdleUnits - unit_;
+    const int idle = idle_units(params_, units_ - tiles_) - unit_;
     if (idle > 0) unit_ += idle, left_ -= idle;
     if (left_ <= 0 || unit_ >= tiles_) return;
     page_ = (first_tile_ + unit_) / plan_.page_tiles, tile_in_page_ = (first_tile_ + unit_) % plan_.page_tiles;
@@ -207,12 +239,10 @@ class TileStream {
   // Starts the copy of the next unit's keys into the current stage.
   __device__ __forceinline__ void copy_keys() {
     if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
-      const int lane = threadIdx.x % 32, tokens = exact_stage_tokens(params_);
-      tile_ = lane < tokens ? copied_.place(params_.windows, (unit_ - tiles_) * tokens + lane) : -1;
-      copy_exact(0, params_.key.exact, 0);
+      copy_exact(0, exact_apart() ? nullptr : params_.key.exact, 0);
     } else if (left_ > 0) {
       if (static_cast<unsigned>(id_) >= static_cast<unsigned>(params_.pages)) [[unlikely]]
-        id_ = 0, bad_ |= 1u << (items_copied_ & 31);
+        mark_bad();
       tile_ = (head_ + id_ * params_.num_kv_heads) * plan_.page_tiles + tile_in_page_;
       const TileBytes bytes = Sizes::get(plan_);
       copy(0, params_.key, 0, bytes.key_codes, bytes.key_params_at(), bytes.key_params);
@@ -224,14 +254,18 @@ class TileStream {
   __device__ __forceinline__ void copy_values() {
     const TileBytes bytes = Sizes::get(plan_);
     if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
-      copy_exact(1, params_.value.exact, bytes.value_codes_at());
-      --left_, ++unit_;
-      seek();
+      const bool apart = exact_apart(), keys = apart && !exact_keys_copied_;
+      copy_exact(1, keys ? params_.key.exact : params_.value.exact, apart ? 0 : bytes.value_codes_at());
+      exact_keys_copied_ = keys;
+      if (!keys) {
+        --left_, ++unit_;
+        seek();
+      }
     } else if (left_ > 0) {
       copy(1, params_.value, bytes.value_codes_at(), bytes.value_codes, bytes.value_params_at(), bytes.value_params);
       --left_;
       if (++unit_ == tiles_) {
-        ++items_copied_;
+        if (is_first()) ++copied_.items_copied;
         seek();
       } else {
         if (++tile_in_page_ == plan_.page_tiles) tile_in_page_ = 0, ++page_;
@@ -241,24 +275,46 @@ class TileStream {
     if constexpr (!kBulkCopies) ptx::cp_async_commit();
   }
 
-  // Rows of exact tokens, of which tile_ says the lane's.
+  // The keys or values of a chunk of exact tokens, or nothing if `from` is null.
   __device__ __forceinline__ void copy_exact(int part, const uint16_t* from, int at) {
-    const int lane = threadIdx.x % 32;
+    const int number = unit_ - tiles_;
     const uint32_t to = ptx::shared_address(stages_) + at;
     if constexpr (kBulkCopies) {
       const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
-      const int count = __popc(__ballot_sync(kAllLanes, tile_ >= 0));
-      const bool is_first = threadIdx.x % kThreads < 32;  // of the team's warps
-      if (is_first && lane == 0) ptx::mbarrier_expect(barrier, count * 16 * kExactUnits);
+      const int thread = threadIdx.x % kThreads;
+      const bool wanted = from != nullptr && thread < kExactTokens;
+      const int place = wanted ? copied_.place(params_.windows, number * kExactTokens + thread) : -1;
+      const int count = __popc(__ballot_sync(kAllLanes, place >= 0));
+      if (thread == 0) ptx::mbarrier_expect(barrier, count * 16 * kExactUnits);
       __syncwarp();
-      if (is_first && tile_ >= 0)
-        ptx::bulk_copy(to + exact_at(lane, 0), from + int64_t{tile_} * Sizes::kDim, 16 * kExactUnits, barrier);
+      if (place >= 0)
+        ptx::bulk_copy(to + exact_at(thread, 0), from + int64_t{place} * Sizes::kDim, 16 * kExactUnits, barrier);
+    } else if (from != nullptr) {
+      copy_exact_lanes(params_.windows, copied_, number, from, to);
+    }
+  }
+
+  // The lane's 16 bytes of some of the rows.  Not inlined: it is asked for in four places, and the code of a tile
+  // should lie together.
+  __device__ __noinline__ static void copy_exact_lanes(const Windows& windows, const CopiedRow& copied, int number,
+                                                       const uint16_t* from, uint32_t to) {
+    constexpr int kRows = kThreads / kExactUnits;  // a turn
+    static_assert(!kSwizzled || (kRows & (kRows - 1)) == 0, "turns would share bits of a row's number");
+    const int thread = threadIdx.x % kThreads, row = thread / kExactUnits, unit = thread % kExactUnits;
+    from += 8 * unit, to += exact_at(row, unit);
+    const int place = copied.place_of_chunk(windows, number);
+    if (place >= 0) {
+      from += int64_t{place + row} * Sizes::kDim;
+#pragma unroll
+      for (int first = 0; first < kExactTokens; first += kRows)
+        ptx::cp_async16(exact_behind(to, first, 0), from + first * Sizes::kDim,
+                        row < kRows && first + row < kExactTokens);
     } else {
-      for (int first = 0; first < exact_stage_tokens(params_) * kExactUnits; first += kThreads) {
-        const int number = first + static_cast<int>(threadIdx.x % kThreads);
-        const int token = number / kExactUnits, i = number % kExactUnits;
-        const int place = __shfl_sync(kAllLanes, tile_, token);
-        ptx::cp_async16(to + exact_at(token, i), from + int64_t{place} * Sizes::kDim + 8 * i, place >= 0);
+#pragma unroll 1
+      for (int first = 0; first < kExactTokens; first += kRows) {
+        const int place = copied.place(windows, number * kExactTokens + first + row);
+        ptx::cp_async16(exact_behind(to, first, 0), from + int64_t{place} * Sizes::kDim,
+                        place >= 0 && row < kRows && first + row < kExactTokens);
       }
     }
   }
@@ -305,17 +361,16 @@ class TileStream {
   CopiedRow& copied_;
   int stage_ = 0;
   uint32_t phase_ = 0;
-  uint32_t bad_ = 0;  // of the items with tiles, by their number modulo 32: at most kMaxStages are under way
-  int items_copied_ = 0, items_read_ = 0;
+  bool exact_keys_copied_ = false;  // of the chunk whose values the next stage takes
   // With known sizes, the lane's own addresses: the current stage, and the first tile of keys and of values.
   uint32_t to_ = 0;
   const uint8_t *codes_[2], *pairs_[2];
   // The unit whose copy comes next.
   int left_;  // units of the range from this one on
-  int row_, block_, unit_, tiles_, units_, first_tile_;
+  int block_, unit_, tiles_, units_, first_tile_;
   int page_, tile_in_page_, id_;
-  // Heads in the pools before the row's page 0 and the warp's head; tiles in the pools before this one, or the
-  // place of the lane's exact token.  Below 2^31: decode_mma.cu checks.
+  // Heads in the pools before the row's page 0 and the warp's head; tiles in the pools before this one.  Below 2^31:
+  // decode_mma.cu checks.
   int head_, tile_;
   const int32_t* table_;
 };
