@@ -4,14 +4,18 @@
     python benchmarks/layers.py --format k2t,v2t --batch 16 --length 4096
 
 The scan makes one ``decode_attention`` a layer, the layer being a traced index into one cache; the bare kernels are the
-same calls written out one after another. Prints microseconds a layer of both (differences between programs of one and
-of three passes, so that what it costs to start a program is left out), the program's temporary memory, and how many of
-100 runs gave other bits than the first. GPU only.
+same calls written out one after another. A turn of a scan has small kernels of XLA's own (its counter, the layer's
+index, a copy of what it carries), which ``jax.lax.scan(..., unroll=)`` spreads over as many layers. Prints microseconds
+a layer of each, measured in turns (differences between programs of one and of three passes, so that what it costs to
+start a program is left out), the program's temporary memory, and how many of 100 runs gave other bits than the first.
+GPU only.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -21,13 +25,24 @@ from jax_foscar import KVCache, KVFormat, decode_attention
 from shapes import Shape
 
 LAYERS = 32
+UNROLLS = 1, 2, 4
 
 
-def scan_layers(q: jax.Array, cache: KVCache, passes: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("passes", "unroll"))
+def scan_layers(q: jax.Array, cache: KVCache, passes: int, unroll: int) -> jax.Array:
     def layer(q: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         return decode_attention(q, cache, layer=index), None
 
-    return jax.lax.scan(layer, q, np.tile(np.arange(LAYERS, dtype=np.int32), passes))[0]
+    return jax.lax.scan(layer, q, np.tile(np.arange(LAYERS, dtype=np.int32), passes), unroll=unroll)[0]
+
+
+def scan_stopwatch(q: jax.Array, cache: KVCache, unroll: int) -> Callable[[], float]:
+    """Each call measures the microseconds of one layer."""
+
+    def seconds_of(passes: int) -> float:
+        return jax_contenders.once(lambda: scan_layers(q, cache, passes, unroll))
+
+    return lambda: (seconds_of(3) - seconds_of(1)) / (2 * LAYERS) * 1e6
 
 
 def main() -> None:
@@ -43,22 +58,21 @@ def main() -> None:
     cache = jax_contenders.random_cache(shape, args.format, LAYERS)
     q = jax.random.normal(jax.random.key(7), (shape.batch, shape.heads, shape.head_dim), "bfloat16")
 
-    programs = {passes: jax.jit(scan_layers, static_argnums=2).lower(q, cache, passes).compile() for passes in (1, 3)}
-    times = {
-        passes: jax_contenders.seconds(lambda program=program: program(q, cache), args.repeats)
-        for passes, program in programs.items()
-    }
-    scanned = (times[3] - times[1]) / (2 * LAYERS) * 1e6
-    bare = jax_contenders.microseconds(
-        lambda q, cache, i: decode_attention(q, cache, layer=i % LAYERS), q, cache, LAYERS, args.repeats
-    )
+    stopwatches = [
+        jax_contenders.stopwatch(
+            lambda q, cache, i: decode_attention(q, cache, layer=i % LAYERS), q, cache, calls=LAYERS
+        ),
+        *(scan_stopwatch(q, cache, unroll) for unroll in UNROLLS),
+    ]
+    bare, *scanned = jax_contenders.in_turns(stopwatches, args.repeats)
     print(f"{args.format}, batch {args.batch}, {args.length} tokens, {LAYERS} layers")
-    print(f"bare kernels  {bare:7.1f} us a layer")
-    print(f"scan          {scanned:7.1f} us a layer, {scanned - bare:+.1f}")
-    memory = programs[1].memory_analysis()
+    print(f"bare kernels   {bare:7.1f} us a layer")
+    for unroll, us in zip(UNROLLS, scanned, strict=True):
+        print(f"scan, unroll={unroll} {us:7.1f} us a layer, {us - bare:+.1f}")
+    memory = scan_layers.lower(q, cache, 1, 1).compile().memory_analysis()
     print(f"temporary memory {memory.temp_size_in_bytes / 2**20:.1f} MiB, of a cache of {cache.nbytes / 2**20:.0f} MiB")
-    first = np.asarray(programs[1](q, cache)).tobytes()
-    others = sum(np.asarray(programs[1](q, cache)).tobytes() != first for _ in range(99))
+    first = np.asarray(scan_layers(q, cache, 1, 1)).tobytes()
+    others = sum(np.asarray(scan_layers(q, cache, 1, 1)).tobytes() != first for _ in range(99))
     print(f"runs of 100 whose bits differ from the first: {others}")
 
 

@@ -116,7 +116,7 @@ def writes(texts: list[str], rate: float) -> None:
         us, _ = write_us(text, 128, 1, 32)
         print(f"{text} write of one token, 128 rows: {us:.1f} us")
     for text in texts:
-        us, moved = write_us(text, 16, 2048, 4)
+        us, moved = write_us(text, 16, 2048, 16)
         speed = moved / us / 1e3
         print(f"{text} write of 2048 tokens, 16 rows: {us:.0f} us, {speed:.0f} GB/s ({speed / rate:.0%} of copy)")
 
