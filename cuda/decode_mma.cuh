@@ -96,11 +96,11 @@ struct Traits {
   static constexpr int kGroups = Values::max_groups(padded_dim(kDim));
   using Outputs = jax_foscar::cuda::Outputs<kDim, kTiles, kGroups>;
   static constexpr TileBytes kTileBytes = fixed_tile_bytes<Keys, Values>(kDim, kPairBytes);
-  // What a warp has behind the ring; of `copied` and `barriers` the team uses its first warp's.  Rings begin at
+  // What a warp has behind the ring; of `stream` and `barriers` the team uses its first warp's.  Rings begin at
   // multiples of 128 bytes: copies to other addresses cost 5 % of the read rate.
   struct alignas(128) Own {
     Queries queries;
-    CopiedRow copied;
+    StreamState stream;
     uint64_t barriers[kTileBytes.total() != 0 ? 1 : kNumBarriers];  // only of bulk copies
   };
   struct Sizes {
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     row = start.row, block = start.block;
     load(params.row_queries(row, start.work.length));
   }
-  typename T::Stream stream(params, plan, kv_head, start, stages, own->barriers, &own->copied);
+  typename T::Stream stream(params, plan, kv_head, start, stages, own->barriers, &own->stream);
 
   RowWork work = start.work;
   // The first warp first finishes an item without having begun it, while it waits for its first tile: the code for that

@@ -84,8 +84,7 @@ __device__ __forceinline__ void score_exact(const ExactRow<Stream>& row, const E
     uint32_t x[4];  // channels 8 (i / 2) + 2 c, + 1 of tokens 8 (i % 2) + g
     ptx::load_b16(x, row.address(step));
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-      ptx::mma_bf16(sums[tile], {x[0], x[1], x[2], x[3]}, queries.parts[tile][step]);
+    for (int tile = 0; tile < kTiles; ++tile) ptx::mma_bf16(sums[tile], x, queries.parts[tile][step]);
   }
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {

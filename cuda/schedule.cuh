@@ -1,8 +1,8 @@
 // Who does what, decided on the device from the real lengths.
 //
 // Every KV head has the same work, one flattened list of units: rows in order, in each row its blocks of query rows in
-// order, in each block first idle ones, which stand for what an item costs beside the units, then the row's tiles of 64
-// quantized tokens, then its chunks of exact tokens.  The list is cut into equal contiguous ranges (all counts stay
+// order, in each block first idle ones, which stand for what an item costs beside the others, then the row's tiles of
+// 64 quantized tokens, then its chunks of exact tokens.  The list is cut into equal contiguous ranges (all counts stay
 // below 2^31: decode_mma.cu checks), one a worker (a warp) of the head, so that a ragged batch or a single row fills
 // the chip, and an item (row, head, block) wholly inside one range needs no combining.
 //
@@ -82,7 +82,6 @@ struct ItemRows {
   int ratio, num_heads, first_head;
   int count, real;  // those rows, and those of them whose query is no padding
 
-  ItemRows() = default;
   // Those of a row's KV head from number `first` on; `queries` of the row are real.
   __device__ __forceinline__ ItemRows(const DecodeParams& params, int row, int queries, int first, int kv_head)
       : first_query(int64_t{row} * params.num_queries),

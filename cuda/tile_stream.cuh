@@ -26,10 +26,11 @@ inline constexpr bool kHaveBulkCopies = true;
 
 inline constexpr int kNumBarriers = 2 * kMaxStages;  // a stage's keys, its values
 
-// What is rarely asked for, kept in shared memory: which items were bad, and the row whose units are being copied.
-struct CopiedRow {
+// What a stream rarely asks for, kept in shared memory.
+struct StreamState {
   uint32_t bad;                       // of the items with tiles, by their number modulo 32: few are under way
   uint16_t items_copied, items_read;  // their numbers
+  // The row whose units are being copied.
   int row;
   int first_slot;  // of the head in the exact arrays, counted in rows of [exact_rows, L, K, S + W]
   int ring_slot;   // of token exact_begin in the ring
@@ -61,15 +62,15 @@ class TileStream {
   static constexpr bool kSwizzled = !kBulkCopies && kExactUnits % 8 == 0;
 
   // The stream of the tiles of a KV head among the units of `start`; `stages` is the worker's ring, `barriers` its
-  // mbarriers, `copied` its CopiedRow.
+  // mbarriers, `state` its StreamState.
   __device__ TileStream(const DecodeParams& params, const Plan& plan, int kv_head, const Start& start, uint8_t* stages,
-                        const uint64_t* barriers, CopiedRow* copied)
+                        const uint64_t* barriers, StreamState* state)
       : params_(params),
         plan_(plan),
         kv_head_(kv_head),
         stages_(stages),
         barriers_(ptx::shared_address(barriers)),
-        copied_(*copied),
+        state_(*state),
         left_(start.count) {
     const int lane = threadIdx.x % kThreads;
     if constexpr (Sizes::kFixed) {
@@ -84,7 +85,7 @@ class TileStream {
       for (int i = 0; i < 2 * plan.stages; ++i) ptx::mbarrier_init(barriers_ + 8 * i);
       ptx::mbarrier_init_fence();
     }
-    if (is_first()) copied_.bad = 0, copied_.items_copied = copied_.items_read = 0;
+    if (is_first()) state_.bad = 0, state_.items_copied = state_.items_read = 0;
     sync();
     if (left_ > 0) {
       set_row(start.row, start.work);
@@ -141,17 +142,17 @@ class TileStream {
 
   // The work of a row, once its first unit is current.
   __device__ __forceinline__ RowWork work_of(int row) const {
-    return copied_.row == row ? copied_.work : row_work(params_, row);
+    return state_.row == row ? state_.work : row_work(params_, row);
   }
 
   // True if a page id of the item was out of range; another page's tile came instead.  Asked in order, once behind the
   // last tile of each item that has tiles in the range.
   __device__ __forceinline__ bool item_was_bad() {
     sync();
-    const unsigned bit = 1u << (copied_.items_read & 31);
-    const bool bad = copied_.bad & bit;
+    const unsigned bit = 1u << (state_.items_read & 31);
+    const bool bad = state_.bad & bit;
     sync();
-    if (is_first()) copied_.bad &= ~bit, ++copied_.items_read;
+    if (is_first()) state_.bad &= ~bit, ++state_.items_read;
     return bad;
   }
 
@@ -162,7 +163,7 @@ class TileStream {
   __device__ __forceinline__ void mark_bad() {
     id_ = 0;
     sync();
-    if (is_first()) copied_.bad |= 1u << (copied_.items_copied & 31);
+    if (is_first()) state_.bad |= 1u << (state_.items_copied & 31);
   }
 
   __device__ __forceinline__ static void sync() { ptx::sync_team<Sizes::kTeam>(threadIdx.x / kThreads); }
@@ -213,8 +214,7 @@ class TileStream {
       ring_slot = work.exact_begin % params_.windows.ring;
     }
     sync();
-    if (is_first())
-      copied_.row = row, copied_.first_slot = first_slot, copied_.ring_slot = ring_slot, copied_.work = work;
+    if (is_first()) state_.row = row, state_.first_slot = first_slot, state_.ring_slot = ring_slot, state_.work = work;
     sync();
     table_ = params_.page_table + int64_t{params_.row_entry(row, params_.table_rows)} * params_.table_width;
   }
@@ -225,7 +225,7 @@ class TileStream {
     while (unit_ >= units_) {
       unit_ = 0;
       if (++block_ == plan_.blocks || units_ == 0) {
-        const int row = copied_.row + 1;
+        const int row = state_.row + 1;
         set_row(row, row_work(params_, row));
       }
     }
@@ -265,7 +265,7 @@ class TileStream {
       copy(1, params_.value, bytes.value_codes_at(), bytes.value_codes, bytes.value_params_at(), bytes.value_params);
       --left_;
       if (++unit_ == tiles_) {
-        if (is_first()) ++copied_.items_copied;
+        if (is_first()) ++state_.items_copied;
         seek();
       } else {
         if (++tile_in_page_ == plan_.page_tiles) tile_in_page_ = 0, ++page_;
@@ -283,26 +283,26 @@ class TileStream {
       const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
       const int thread = threadIdx.x % kThreads;
       const bool wanted = from != nullptr && thread < kExactTokens;
-      const int place = wanted ? copied_.place(params_.windows, number * kExactTokens + thread) : -1;
+      const int place = wanted ? state_.place(params_.windows, number * kExactTokens + thread) : -1;
       const int count = __popc(__ballot_sync(kAllLanes, place >= 0));
       if (thread == 0) ptx::mbarrier_expect(barrier, count * 16 * kExactUnits);
       __syncwarp();
       if (place >= 0)
         ptx::bulk_copy(to + exact_at(thread, 0), from + int64_t{place} * Sizes::kDim, 16 * kExactUnits, barrier);
     } else if (from != nullptr) {
-      copy_exact_lanes(params_.windows, copied_, number, from, to);
+      copy_exact_lanes(params_.windows, state_, number, from, to);
     }
   }
 
   // The lane's 16 bytes of some of the rows.  Not inlined: it is asked for in four places, and the code of a tile
   // should lie together.
-  __device__ __noinline__ static void copy_exact_lanes(const Windows& windows, const CopiedRow& copied, int number,
+  __device__ __noinline__ static void copy_exact_lanes(const Windows& windows, const StreamState& state, int number,
                                                        const uint16_t* from, uint32_t to) {
     constexpr int kRows = kThreads / kExactUnits;  // a turn
     static_assert(!kSwizzled || (kRows & (kRows - 1)) == 0, "turns would share bits of a row's number");
     const int thread = threadIdx.x % kThreads, row = thread / kExactUnits, unit = thread % kExactUnits;
     from += 8 * unit, to += exact_at(row, unit);
-    const int place = copied.place_of_chunk(windows, number);
+    const int place = state.place_of_chunk(windows, number);
     if (place >= 0) {
       from += int64_t{place + row} * Sizes::kDim;
 #pragma unroll
@@ -312,7 +312,7 @@ class TileStream {
     } else {
 #pragma unroll 1
       for (int first = 0; first < kExactTokens; first += kRows) {
-        const int place = copied.place(windows, number * kExactTokens + first + row);
+        const int place = state.place(windows, number * kExactTokens + first + row);
         ptx::cp_async16(exact_behind(to, first, 0), from + int64_t{place} * Sizes::kDim,
                         place >= 0 && row < kRows && first + row < kExactTokens);
       }
@@ -358,7 +358,7 @@ class TileStream {
   const int kv_head_;
   const uint8_t* stages_;  // the current stage
   const uint32_t barriers_;
-  CopiedRow& copied_;
+  StreamState& state_;
   int stage_ = 0;
   uint32_t phase_ = 0;
   bool exact_keys_copied_ = false;  // of the chunk whose values the next stage takes
