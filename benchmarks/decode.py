@@ -51,11 +51,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the queries; bfloat16 on a GPU")
     parser.add_argument("--no-peers", action="store_true", help="time ours alone")
-    parser.add_argument("--oscar", type=Path, help="OSCAR's triton_ops/decode_attention.py, another peer")
+    parser.add_argument("--oscar", type=python_file, help="OSCAR's triton_ops/decode_attention.py, another peer")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--csv", type=Path, help="also write the rows there")
     parser.add_argument("--plot", type=Path, help="also draw them: share of the read rate, speed-up over a peer")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.oscar and (args.no_peers or jax.default_backend() != "gpu"):
+        parser.error("--oscar is a peer that needs a GPU, and is not timed with --no-peers")
+    return args
+
+
+def python_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".py" or not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no Python file")
+    return path
 
 
 def chosen_shapes(args: argparse.Namespace) -> dict[str, Shape]:
