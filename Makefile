@@ -22,7 +22,7 @@ lint: $(VENV)/installed $(VENV)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(wildcard cpu/*.cc cpu/*.h cuda/*.cc cuda/*.cu cuda/*.cuh cuda/*.h \
 	    cuda/blackwell/*.cc cuda/blackwell/*.cu cuda/blackwell/*.cuh cuda/blackwell/*.h benchmarks/*.cu tests/native/*.cc \
-	    tests/native/emulator/*.cc tests/native/emulator/*.h)
+	    tests/native/emulator/*.cc tests/native/emulator/*.h tests/native/emulator/*.cuh)
 	$(BIN)/mypy
 
 # On a machine with a B200 or B300: tests, sanitizer and benchmark of the tcgen05 kernel, and a report to send.

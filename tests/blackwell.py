@@ -5,21 +5,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import itertools
-import shutil
-import subprocess
-import tempfile
 from enum import IntEnum
-from pathlib import Path
 
 import numpy as np
-import pytest
+from emulators import build
 from support import dequantize, pack, quantize
 
 from jax_foscar import Quant
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Fault(IntEnum):
@@ -85,22 +78,7 @@ class Arrays(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    source = ROOT / "tests" / "native" / "emulator" / "emulate.cc"
-    # Fibers jump between stacks, which the fortified longjmp takes for an error.
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes", "-Werror"]
-    flags += ["-U_FORTIFY_SOURCE", "-fPIC", "-shared", f"-I{ROOT / 'cuda'}"]
-    texts = [file.read_bytes() for folder in (source.parent, ROOT / "cuda") for file in sorted(folder.rglob("*.h"))]
-    name = hashlib.sha256(b"".join([*texts, source.read_bytes(), " ".join([compiler, *flags]).encode()])).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"jax_foscar_emulator_{name[:16]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / path.name
-            subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
-            built.replace(path)  # at once, for other test processes
-    loaded = ctypes.CDLL(str(path))
+    loaded = build("emulate.cc")
     loaded.emulate.restype = ctypes.c_int64
     loaded.barrier.restype = ctypes.c_char_p
     return loaded

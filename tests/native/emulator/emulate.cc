@@ -5,8 +5,8 @@
 
 #include "blackwell/decode.h"
 #include "blackwell/shapes.h"
+#include "combine_parts.h"
 #include "machine.h"
-#include "workspace.h"
 
 namespace emulator {
 namespace {
@@ -47,43 +47,6 @@ std::vector<Event> run_ctas(const DecodeParams& params, Launch launch, const Siz
   return trace;
 }
 
-// What combine.cu does.
-void combine(const DecodeParams& params, const Launch& launch, int blocks, int rows) {
-  const int ratio = params.num_heads / params.num_kv_heads, dim = params.value.dim;
-  const int64_t piece_size = piece_floats(rows, dim);
-  const Cut cut(launch.row_start[params.batch], blocks / params.num_kv_heads);
-  for (int row = 0; row < params.batch; ++row) {
-    const int before = launch.row_start[row], count = launch.row_start[row + 1] - before;
-    for (int i = 0; i < params.num_queries * params.num_heads; ++i) {
-      const int head = i % params.num_heads, in_item = i / params.num_heads * ratio + head % ratio;
-      const int64_t index = int64_t{row} * params.num_queries * params.num_heads + i;
-      float* const out = static_cast<float*>(params.out) + index * dim;
-      if (count == 0) {
-        std::fill(out, out + dim, 0.0f);
-        params.lse[index] = -INFINITY;
-        continue;
-      }
-      const int first = cut.owner(before), pieces = cut.owner(before + count - 1) - first + 1;
-      if (pieces == 1) continue;
-      float max = -INFINITY;
-      const auto piece = [&](int p) {
-        const int64_t worker = int64_t{first + p} * params.num_kv_heads + head / ratio;
-        return launch.pieces + (2 * worker + (p == 0)) * piece_size;
-      };
-      for (int p = 0; p < pieces; ++p) max = std::fmax(max, piece(p)[rows * dim + in_item]);
-      double sum = 0;
-      std::vector<double> total(dim);
-      for (int p = 0; p < pieces; ++p) {
-        const double weight = max == -INFINITY ? 1.0 : std::exp2(piece(p)[rows * dim + in_item] - max);
-        sum += weight * piece(p)[rows * (dim + 1) + in_item];
-        for (int d = 0; d < dim; ++d) total[d] += weight * piece(p)[in_item * dim + d];
-      }
-      for (int d = 0; d < dim; ++d) out[d] = sum == 0 ? 0.0f : static_cast<float>(total[d] / sum);
-      params.lse[index] = sum == 0 ? -INFINITY : static_cast<float>(max * 0.69314718055994531 + std::log(sum));
-    }
-  }
-}
-
 DecodeParams decode_params(const Sizes& s, const Arrays& a, float scale) {
   const auto i = [](int64_t x) { return static_cast<int>(x); };
   DecodeParams p = {};
@@ -116,7 +79,7 @@ std::vector<Event> emulate(const Sizes& s, const Arrays& a, float scale) {
   const auto run =
       s.dim == 64 ? (rows == 4 ? run_ctas<64, 4> : run_ctas<64, 8>) : (rows == 4 ? run_ctas<128, 4> : run_ctas<128, 8>);
   std::vector<Event> trace = run(params, launch, s);
-  combine(params, launch, blocks, rows);
+  combine_parts(params, row_start.data(), pieces.data(), blocks, rows);
   return trace;
 }
 
