@@ -13,7 +13,7 @@ import pytest
 
 CUDA = Path(__file__).resolve().parent.parent / "cuda"
 SOURCES = Path(__file__).resolve().parent / "native" / "emulator"
-# Fibers jump between stacks, which the fortified longjmp takes for an error; the kernels say where to contract.
+# Fibers jump between stacks, which the fortified longjmp takes for an error. No product joins a sum unasked.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes"]
 FLAGS += ["-Werror", "-U_FORTIFY_SOURCE", "-fPIC", "-shared"]
 

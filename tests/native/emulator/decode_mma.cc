@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #include "combine_parts.h"
-#include "warps.h"  // first: it stands in for nvcc
+#include "warps.h"
 
 namespace jax_foscar::cuda {
 alignas(128) uint8_t shared[227 << 10];
