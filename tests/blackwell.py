@@ -9,7 +9,7 @@ import itertools
 from enum import IntEnum
 
 import numpy as np
-from emulators import build
+from emulators import UNBOUNDED, Arrays, build, sizes_of_call
 from support import dequantize, pack, quantize
 
 from jax_foscar import Quant
@@ -28,30 +28,7 @@ class Fault(IntEnum):
     MISSING_TENSOR_FENCE = 7
 
 
-SIZES = [
-    "batch",
-    "num_queries",
-    "num_heads",
-    "num_kv_heads",
-    "pools",
-    "layers",
-    "pages",
-    "page_size",
-    "table_width",
-    "causal",
-    "dim",
-    "key_bits",
-    "key_per_channel",
-    "key_group",
-    "value_bits",
-    "value_per_channel",
-    "value_group",
-    "blocks",
-    "stages",
-    "seed",
-    "fault",
-]
-ARRAYS = ["q", "key_codes", "value_codes", "key_params", "value_params", "page_table", "length", "layer", "out", "lse"]
+Sizes = sizes_of_call("blocks", "stages", "seed", "fault")
 
 
 class Act(IntEnum):
@@ -66,14 +43,6 @@ class Act(IntEnum):
     WRITE = 6
     MULTIPLY_READ = 7
     MULTIPLY_WRITE = 8
-
-
-class Sizes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in SIZES]
-
-
-class Arrays(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ARRAYS]
 
 
 @functools.cache
@@ -147,7 +116,8 @@ class Problem:
         sizes = {
             "batch": batch, "num_queries": num_queries, "num_heads": num_heads, "num_kv_heads": heads, "pools": 1,
             "layers": 1, "pages": len(arrays["key_codes"]), "page_size": self.page_size, "dim": dim,
-            "table_width": arrays["page_table"].shape[1], "causal": self.causal,
+            "table_width": arrays["page_table"].shape[1], "causal": self.causal, "token_group": 1,
+            "window_left": UNBOUNDED,
             "key_bits": self.key.bits, "key_per_channel": self.key.per == "channel", "key_group": self.key.group or dim,
             "value_bits": self.value.bits, "value_per_channel": self.value.per == "channel",
             "value_group": self.value.group or dim, "blocks": blocks or 3 * heads, "stages": stages, "seed": seed,
@@ -159,7 +129,7 @@ class Problem:
         message = ctypes.create_string_buffer(200)
         count = library().emulate(
             ctypes.byref(Sizes(**sizes)),
-            ctypes.byref(Arrays(**{name: kept[name].ctypes.data for name in ARRAYS})),
+            ctypes.byref(Arrays(**{name: x.ctypes.data for name, x in kept.items()})),
             ctypes.c_float(dim**-0.5), ctypes.c_void_p(trace.ctypes.data), ctypes.c_int64(events), message,
             ctypes.c_int64(len(message)),
         )  # fmt: skip

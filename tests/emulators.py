@@ -16,6 +16,28 @@ SOURCES = Path(__file__).resolve().parent / "native" / "emulator"
 # Fibers jump between stacks, which the fortified longjmp takes for an error. No product joins a sum unasked.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes"]
 FLAGS += ["-Werror", "-U_FORTIFY_SOURCE", "-fPIC", "-shared"]
+CALL = [
+    "batch", "num_queries", "num_heads", "num_kv_heads", "pools", "layers", "pages", "page_size", "table_width", "dim",
+    "key_bits", "key_per_channel", "key_group", "value_bits", "value_per_channel", "value_group",
+    "sink", "recent", "token_group", "ring", "causal", "window_left",
+]  # fmt: skip
+ARRAYS = [
+    "q", "key_codes", "value_codes", "key_params", "value_params", "key_exact", "value_exact", "page_table", "length",
+    "layer", "out", "lse",
+]  # fmt: skip
+UNBOUNDED = 2**31 - 1  # a window's side without a limit
+
+
+class Arrays(ctypes.Structure):
+    """Pointers of native/emulator/call.h; those not given are null."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ARRAYS]
+
+
+def sizes_of_call(*own: str) -> type[ctypes.Structure]:
+    """Those of native/emulator/call.h, then an emulator's own."""
+    fields = [(name, ctypes.c_int64) for name in (*CALL, *own)]
+    return type("Sizes", (ctypes.Structure,), {"_fields_": fields})
 
 
 def build(source: str, *flags: str, instead: dict[str, str] | None = None) -> ctypes.CDLL:

@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 import pytest
 import support
-from emulators import build
+from emulators import UNBOUNDED, Arrays, build, sizes_of_call
 from support import make_cache, queries, random_rows, relative_l2
 
 from jax_foscar import KVFormat
@@ -22,15 +22,7 @@ from jax_foscar import KVFormat
 BOUND = 3e-4
 KV_HEADS = 2
 LENGTHS = (0, 1, 63, 64, 200, 400)
-SIZES = [
-    "batch", "num_queries", "num_heads", "num_kv_heads", "pools", "layers", "pages", "page_size", "table_width", "dim",
-    "key_bits", "key_per_channel", "key_group", "value_bits", "value_per_channel", "value_group",
-    "sink", "recent", "token_group", "ring", "causal", "window_left", "ctas", "teams", "seed", "fault",
-]  # fmt: skip
-ARRAYS = [
-    "q", "key_codes", "value_codes", "key_params", "value_params", "key_exact", "value_exact", "page_table", "length",
-    "layer", "out", "lse",
-]  # fmt: skip
+Sizes = sizes_of_call("ctas", "teams", "seed", "fault")
 
 
 class Fault(IntEnum):
@@ -38,14 +30,6 @@ class Fault(IntEnum):
 
     NONE = 0
     EARLY_WAIT = 1
-
-
-class Sizes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in SIZES]
-
-
-class Arrays(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ARRAYS]
 
 
 @functools.cache
@@ -74,7 +58,7 @@ def attend(q, cache, *, local_window_size=None, ctas=1, teams=KV_HEADS, seed=0, 
         "layers": layers, "pages": pages, "page_size": fmt.page_size, "table_width": cache.page_table.shape[1],
         "dim": dim, "sink": fmt.sink_tokens, "recent": fmt.recent_tokens, "token_group": support.token_group(fmt),
         "ring": support.ring(fmt), "causal": True, "ctas": ctas, "teams": teams, "seed": seed, "fault": fault,
-        "window_left": 2**31 - 1 if local_window_size is None else local_window_size[0],
+        "window_left": UNBOUNDED if local_window_size is None else local_window_size[0],
     }  # fmt: skip
     for name, quant, operand in (("key", fmt.key, cache.key), ("value", fmt.value, cache.value)):
         arrays |= {f"{name}_codes": operand.codes, f"{name}_params": operand.params}
@@ -84,7 +68,7 @@ def attend(q, cache, *, local_window_size=None, ctas=1, teams=KV_HEADS, seed=0, 
     message = ctypes.create_string_buffer(200)
     ran = library().emulate_decode_mma(
         ctypes.byref(Sizes(**sizes)),
-        ctypes.byref(Arrays(**{name: None if kept[name] is None else kept[name].ctypes.data for name in ARRAYS})),
+        ctypes.byref(Arrays(**{name: None if x is None else x.ctypes.data for name, x in kept.items()})),
         ctypes.c_float(dim**-0.5), message, ctypes.c_int64(len(message)),
     )  # fmt: skip
     if not ran:

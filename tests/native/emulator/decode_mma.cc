@@ -5,6 +5,7 @@
 
 #include <cstdio>
 
+#include "call.h"
 #include "combine_parts.h"
 #include "warps.h"
 
@@ -18,39 +19,9 @@ namespace {
 using namespace jax_foscar::cuda;
 
 struct Sizes {
-  int64_t batch, num_queries, num_heads, num_kv_heads, pools, layers, pages, page_size, table_width, dim;
-  int64_t key_bits, key_per_channel, key_group, value_bits, value_per_channel, value_group;
-  int64_t sink, recent, token_group, ring, causal, window_left;
+  CallSizes call;
   int64_t ctas, teams, seed, fault;  // teams: workers a CTA
 };
-struct Arrays {
-  const float* q;
-  const uint8_t *key_codes, *value_codes;
-  const void *key_params, *value_params;
-  const uint16_t *key_exact, *value_exact;
-  const int32_t *page_table, *length, *layer;
-  float *out, *lse;
-};
-
-DecodeParams decode_params(const Sizes& s, const Arrays& a, float scale) {
-  const auto i = [](int64_t x) { return static_cast<int>(x); };
-  DecodeParams p = {};
-  p.batch = i(s.batch), p.num_kv_heads = i(s.num_kv_heads), p.num_heads = i(s.num_heads);
-  p.num_queries = i(s.num_queries), p.pools = i(s.pools), p.layers = i(s.layers), p.pages = i(s.pages);
-  p.page_size = i(s.page_size), p.table_width = i(s.table_width);
-  p.windows = {i(s.sink), i(s.recent), i(s.token_group), i(s.ring)};
-  p.param_dtype = DType::kF16, p.q_dtype = DType::kF32;
-  static_cast<OperandFormat&>(p.key) = {i(s.key_bits), i(s.dim), i(s.key_group), s.key_per_channel != 0};
-  static_cast<OperandFormat&>(p.value) = {i(s.value_bits), i(s.dim), i(s.value_group), s.value_per_channel != 0};
-  p.key.codes = a.key_codes, p.key.params = a.key_params, p.key.exact = a.key_exact;
-  p.value.codes = a.value_codes, p.value.params = a.value_params, p.value.exact = a.value_exact;
-  p.q = a.q, p.page_table = a.page_table, p.length = a.length, p.layer = a.layer, p.out = a.out, p.lse = a.lse;
-  p.table_rows = p.length_rows = p.exact_rows = p.batch, p.layer_rows = 1;
-  p.features.causal = s.causal != 0;
-  p.features.window_left = i(s.window_left), p.features.window_right = kUnbounded;
-  p.scale = scale;
-  return p;
-}
 
 template <class T>
 void run(const DecodeParams& params, const Sizes& s) {
@@ -93,7 +64,7 @@ template <int kBits>
 using Channel = Kind<kBits, true, 64>;
 
 void emulate(const Sizes& s, const Arrays& a, float scale) {
-  const DecodeParams p = decode_params(s, a, scale);
+  const DecodeParams p = decode_params(s.call, a, scale);
   const bool ran = run_if<Token<4>, Token<4>, 128, 4>(p, s) || run_if<Token<2>, Token<2>, 128, 4>(p, s) ||
                    run_if<Token<4>, Token<2>, 128, 4>(p, s) || run_if<Token<2, 64>, Token<2, 64>, 128, 4>(p, s) ||
                    run_if<Channel<4>, Token<4, 64>, 128, 4>(p, s) || run_if<Channel<2>, Channel<2>, 128, 4>(p, s) ||

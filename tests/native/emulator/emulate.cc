@@ -5,6 +5,7 @@
 
 #include "blackwell/decode.h"
 #include "blackwell/shapes.h"
+#include "call.h"
 #include "combine_parts.h"
 #include "machine.h"
 
@@ -14,16 +15,8 @@ namespace {
 using namespace jax_foscar;
 
 struct Sizes {
-  int64_t batch, num_queries, num_heads, num_kv_heads, pools, layers, pages, page_size, table_width, causal, dim;
-  int64_t key_bits, key_per_channel, key_group, value_bits, value_per_channel, value_group;
+  CallSizes call;
   int64_t blocks, stages, seed, fault;  // stages: at most
-};
-struct Arrays {
-  const float* q;
-  const uint8_t *key_codes, *value_codes;
-  const void *key_params, *value_params;
-  const int32_t *page_table, *length, *layer;
-  float *out, *lse;
 };
 
 template <int kDim, int kRows>
@@ -47,37 +40,17 @@ std::vector<Event> run_ctas(const DecodeParams& params, Launch launch, const Siz
   return trace;
 }
 
-DecodeParams decode_params(const Sizes& s, const Arrays& a, float scale) {
-  const auto i = [](int64_t x) { return static_cast<int>(x); };
-  DecodeParams p = {};
-  p.batch = i(s.batch), p.num_kv_heads = i(s.num_kv_heads), p.num_heads = i(s.num_heads);
-  p.num_queries = i(s.num_queries), p.pools = i(s.pools), p.layers = i(s.layers), p.pages = i(s.pages);
-  p.page_size = i(s.page_size), p.table_width = i(s.table_width);
-  p.windows = {0, 0, 1, 0};
-  p.param_dtype = DType::kF16, p.q_dtype = DType::kF32;
-  static_cast<OperandFormat&>(p.key) = {i(s.key_bits), i(s.dim), i(s.key_group), s.key_per_channel != 0};
-  static_cast<OperandFormat&>(p.value) = {i(s.value_bits), i(s.dim), i(s.value_group), s.value_per_channel != 0};
-  p.key.codes = a.key_codes, p.key.params = a.key_params;
-  p.value.codes = a.value_codes, p.value.params = a.value_params;
-  p.q = a.q, p.page_table = a.page_table, p.length = a.length, p.layer = a.layer, p.out = a.out, p.lse = a.lse;
-  p.table_rows = p.length_rows = p.batch, p.layer_rows = 1;
-  p.features.causal = s.causal != 0;
-  p.features.window_left = p.features.window_right = kUnbounded;
-  p.scale = scale;
-  return p;
-}
-
 std::vector<Event> emulate(const Sizes& s, const Arrays& a, float scale) {
-  const DecodeParams params = decode_params(s, a, scale);
+  const DecodeParams params = decode_params(s.call, a, scale);
   const char* why = refuse_shape(params);
   check(why == nullptr, why);
-  const int rows = kernel_rows(s.num_queries * (s.num_heads / s.num_kv_heads)), blocks = static_cast<int>(s.blocks);
+  const int rows = kernel_rows(params.rows_a_kv_head()), blocks = static_cast<int>(s.blocks);
   std::vector<int> row_start(params.batch + 1);
-  std::vector<float> pieces(2 * blocks * piece_floats(rows, s.dim), NAN);
+  std::vector<float> pieces(2 * blocks * piece_floats(rows, s.call.dim), NAN);
   Launch launch = {};
   launch.row_start = row_start.data(), launch.pieces = pieces.data();
-  const auto run =
-      s.dim == 64 ? (rows == 4 ? run_ctas<64, 4> : run_ctas<64, 8>) : (rows == 4 ? run_ctas<128, 4> : run_ctas<128, 8>);
+  const auto run = s.call.dim == 64 ? (rows == 4 ? run_ctas<64, 4> : run_ctas<64, 8>)
+                                    : (rows == 4 ? run_ctas<128, 4> : run_ctas<128, 8>);
   std::vector<Event> trace = run(params, launch, s);
   combine_parts(params, row_start.data(), pieces.data(), blocks, rows);
   return trace;
