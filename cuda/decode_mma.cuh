@@ -69,6 +69,8 @@ constexpr TileBytes fixed_tile_bytes(int dim, int pair_bytes) {
           pairs(value)};
 }
 
+struct Nothing {};
+
 inline constexpr int kScanBytes = 4 * 32;  // of a warp, for find_start
 
 // As many stages as Hopper's shared memory holds for all workers, but at least two.  `own_bytes`: beside the ring.
@@ -101,7 +103,7 @@ struct Traits {
   struct alignas(128) Own {
     Queries queries;
     StreamState stream;
-    uint64_t barriers[kTileBytes.total() != 0 ? 1 : kNumBarriers];  // only of bulk copies
+    std::conditional_t<kTileBytes.total() != 0, Nothing, uint64_t[kNumBarriers]> barriers;  // of bulk copies
   };
   struct Sizes {
     static constexpr TileBytes kBytes = kTileBytes;
@@ -311,7 +313,7 @@ __global__ void __launch_bounds__(32 * T::kMaxWarps, 1)
     row = start.row, block = start.block;
     load(params.row_queries(row, start.work.length));
   }
-  typename T::Stream stream(params, plan, kv_head, start, stages, own->barriers, &own->stream);
+  typename T::Stream stream(params, plan, kv_head, start, stages, &own->barriers, &own->stream);
 
   RowWork work = start.work;
   // The first warp first finishes an item without having begun it, while it waits for its first tile: the code for that

@@ -9,7 +9,7 @@
 // and copy 16 bytes a lane with cp.async: that measured as fast as bulk copies where memory is the bound and 2 to 4 %
 // faster where instructions are (a bulk copy takes its operands from uniform registers).  With sizes from the launch,
 // loops around cp.async cost more, so that on sm_90 and newer bulk copies complete on an mbarrier.  Page ids are
-// checked before they become addresses, and read one tile ahead of their copies.
+// checked before they become addresses, and read 32 at once, a batch ahead of their copies.
 #pragma once
 
 #include "decode_variants.h"
@@ -32,6 +32,7 @@ struct StreamState {
   uint16_t items_copied, items_read;  // their numbers
   // The row whose units are being copied.
   int row;
+  int head;        // of the worker, in the pools before the row's page 0
   int first_slot;  // of the head in the exact arrays, counted in rows of [exact_rows, L, K, S + W]
   int ring_slot;   // of token exact_begin in the ring
   RowWork work;
@@ -64,11 +65,11 @@ class TileStream {
   // The stream of the tiles of a KV head among the units of `start`; `stages` is the worker's ring, `barriers` its
   // mbarriers, `state` its StreamState.
   __device__ TileStream(const DecodeParams& params, const Plan& plan, int kv_head, const Start& start, uint8_t* stages,
-                        const uint64_t* barriers, StreamState* state)
+                        const void* barriers, StreamState* state)
       : params_(params),
         plan_(plan),
         kv_head_(kv_head),
-        stages_(stages),
+        ring_(stages),
         barriers_(ptx::shared_address(barriers)),
         state_(*state),
         left_(start.count) {
@@ -103,7 +104,7 @@ class TileStream {
   }
 
   // The current stage.
-  __device__ __forceinline__ const uint8_t* stage() const { return stages_; }
+  __device__ __forceinline__ const uint8_t* stage() const { return ring_ + at_; }
   // Wait for the keys of the current unit; then for its values, once the keys are replaced.
   __device__ __forceinline__ void wait_for_keys() { wait(0); }
   __device__ __forceinline__ void wait_for_values() { wait(1); }
@@ -159,9 +160,8 @@ class TileStream {
  private:
   __device__ __forceinline__ static bool is_first() { return threadIdx.x % kThreads == 0; }
 
-  // The page id read last is out of range: page 0 comes instead.
+  // A page id of the item whose units are being copied is out of range.
   __device__ __forceinline__ void mark_bad() {
-    id_ = 0;
     sync();
     if (is_first()) state_.bad |= 1u << (state_.items_copied & 31);
   }
@@ -193,59 +193,85 @@ class TileStream {
 
   __device__ __forceinline__ void next() {
     const int total = Sizes::get(plan_).total();
-    if (++stage_ == Sizes::stages(plan_)) {
-      stage_ = 0, phase_ ^= 1;
-      stages_ -= (Sizes::stages(plan_) - 1) * total, to_ -= (Sizes::stages(plan_) - 1) * total;
-    } else {
-      stages_ += total, to_ += total;
-    }
+    at_ += total;
+    if constexpr (kBulkCopies) ++stage_;
+    if (at_ == Sizes::stages(plan_) * total) at_ = 0, stage_ = 0, phase_ ^= 1;
   }
 
   __device__ __forceinline__ void set_row(int row, const RowWork& work) {
-    tiles_ = work.tiles, units_ = work.units, first_tile_ = work.first_tile;
     block_ = 0;
     const int pool = params_.row_entry(row, params_.pools);
-    head_ = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
+    const int head = (pool * params_.layers + work.layer) * params_.pages * params_.num_kv_heads + kv_head_;
     int first_slot = 0, ring_slot = 0;
     if (params_.windows.ring > 0) {
-      const int head =
+      const int exact_head =
           (params_.row_entry(row, params_.exact_rows) * params_.layers + work.layer) * params_.num_kv_heads + kv_head_;
-      first_slot = head * (params_.windows.sink + params_.windows.ring);
+      first_slot = exact_head * (params_.windows.sink + params_.windows.ring);
       ring_slot = work.exact_begin % params_.windows.ring;
     }
     sync();
-    if (is_first()) state_.row = row, state_.first_slot = first_slot, state_.ring_slot = ring_slot, state_.work = work;
+    if (is_first()) {
+      state_.row = row, state_.head = head, state_.first_slot = first_slot, state_.ring_slot = ring_slot;
+      state_.work = work;
+    }
     sync();
-    table_ = params_.page_table + int64_t{params_.row_entry(row, params_.table_rows)} * params_.table_width;
   }
 
-  // To the next item if this one's units are through; reads the page id of a tile.
+  // To the next item if this one's units are through; reads its first page ids.
   __device__ __forceinline__ void seek() {
     if (left_ <= 0) return;
-    while (unit_ >= units_) {
+    while (unit_ >= state_.work.units) {
       unit_ = 0;
-      if (++block_ == plan_.blocks || units_ == 0) {
+      if (++block_ == plan_.blocks || state_.work.units == 0) {
         const int row = state_.row + 1;
         set_row(row, row_work(params_, row));
       }
     }
-    const int idle = idle_units(params_, units_ - tiles_) - unit_;
+    const int idle = state_.work.idle(params_) - unit_;
     if (idle > 0) unit_ += idle, left_ -= idle;
-    if (left_ <= 0 || unit_ >= tiles_) return;
-    page_ = (first_tile_ + unit_) / plan_.page_tiles, tile_in_page_ = (first_tile_ + unit_) % plan_.page_tiles;
-    id_ = table_[page_];
+    read_ids();
   }
+
+  // Reads the page ids of the item's next tiles, that of the last in lane 0.
+  __device__ __forceinline__ void read_ids() {
+    const int size = batch_size(), lane = threadIdx.x % 32;
+    if (lane >= size) return;
+    const int32_t* const table =
+        params_.page_table + int64_t{params_.row_entry(state_.row, params_.table_rows)} * params_.table_width;
+    const int tile = state_.work.first_tile + unit_ + size - 1 - lane;
+    ids_ = table[plan_.page_tiles == 1 ? tile : tile / plan_.page_tiles];  // mostly, without a division
+  }
+  __device__ __forceinline__ int batch_size() const { return min(min(left_, state_.work.tiles - unit_), 32); }
+
+  // Those become tiles to copy; reads the ids behind them.
+  __device__ __forceinline__ void begin_batch() {
+    const int size = batch_size(), lane = threadIdx.x % 32;
+    if (size <= 0) return;
+    const bool bad = lane < size && static_cast<unsigned>(ids_) >= static_cast<unsigned>(params_.pages);
+    if (__any_sync(kAllLanes, bad)) [[unlikely]] {
+      mark_bad();
+      if (bad) ids_ = 0;  // another page's tile comes instead
+    }
+    batch_ = state_.head + ids_ * params_.num_kv_heads;
+    if (plan_.page_tiles > 1)
+      batch_ = batch_ * plan_.page_tiles + (state_.work.first_tile + unit_ + size - 1 - lane) % plan_.page_tiles;
+    ready_ = size, left_ -= size, unit_ += size;
+    pick_tile();
+    read_ids();
+  }
+
+  // The next of the batch, if there is one.
+  __device__ __forceinline__ void pick_tile() { tile_ = __shfl_sync(kAllLanes, batch_, (ready_ - 1) & 31); }
 
   // Starts the copy of the next unit's keys into the current stage.
   __device__ __forceinline__ void copy_keys() {
-    if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
-      copy_exact(0, exact_apart() ? nullptr : params_.key.exact, 0);
-    } else if (left_ > 0) {
-      if (static_cast<unsigned>(id_) >= static_cast<unsigned>(params_.pages)) [[unlikely]]
-        mark_bad();
-      tile_ = (head_ + id_ * params_.num_kv_heads) * plan_.page_tiles + tile_in_page_;
+    if (ready_ == 0 && left_ > 0) [[unlikely]]
+      begin_batch();
+    if (ready_ > 0) {
       const TileBytes bytes = Sizes::get(plan_);
       copy(0, params_.key, 0, bytes.key_codes, bytes.key_params_at(), bytes.key_params);
+    } else if (left_ > 0) {
+      copy_exact(0, exact_apart() ? nullptr : params_.key.exact, 0);
     }
     if constexpr (!kBulkCopies) ptx::cp_async_commit();
   }
@@ -253,23 +279,25 @@ class TileStream {
   // The same of its values; then moves on to the unit after it.
   __device__ __forceinline__ void copy_values() {
     const TileBytes bytes = Sizes::get(plan_);
-    if (left_ > 0 && unit_ >= tiles_) [[unlikely]] {
+    if (ready_ > 0) {
+      copy(1, params_.value, bytes.value_codes_at(), bytes.value_codes, bytes.value_params_at(), bytes.value_params);
+      --ready_;
+      pick_tile();
+      if (ready_ == 0) [[unlikely]] {
+        if (unit_ == state_.work.tiles) {
+          if (is_first()) ++state_.items_copied;
+          seek();
+        } else {
+          begin_batch();
+        }
+      }
+    } else if (left_ > 0) {
       const bool apart = exact_apart(), keys = apart && !exact_keys_copied_;
       copy_exact(1, keys ? params_.key.exact : params_.value.exact, apart ? 0 : bytes.value_codes_at());
       exact_keys_copied_ = keys;
       if (!keys) {
         --left_, ++unit_;
-        seek();
-      }
-    } else if (left_ > 0) {
-      copy(1, params_.value, bytes.value_codes_at(), bytes.value_codes, bytes.value_params_at(), bytes.value_params);
-      --left_;
-      if (++unit_ == tiles_) {
-        if (is_first()) ++state_.items_copied;
-        seek();
-      } else {
-        if (++tile_in_page_ == plan_.page_tiles) tile_in_page_ = 0, ++page_;
-        id_ = table_[page_];
+        if (unit_ == state_.work.units) seek();
       }
     }
     if constexpr (!kBulkCopies) ptx::cp_async_commit();
@@ -277,8 +305,8 @@ class TileStream {
 
   // The keys or values of a chunk of exact tokens, or nothing if `from` is null.
   __device__ __forceinline__ void copy_exact(int part, const uint16_t* from, int at) {
-    const int number = unit_ - tiles_;
-    const uint32_t to = ptx::shared_address(stages_) + at;
+    const int number = unit_ - state_.work.tiles;
+    const uint32_t to = ptx::shared_address(stage()) + at;
     if constexpr (kBulkCopies) {
       const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
       const int thread = threadIdx.x % kThreads;
@@ -323,13 +351,13 @@ class TileStream {
   __device__ __forceinline__ void copy(int part, const OperandParams& operand, int codes_at, int codes, int pairs_at,
                                        int pairs) {
     if constexpr (Sizes::kFixed) {
-      copy_lanes(to_ + codes_at, codes_[part], codes);
-      copy_lanes(to_ + pairs_at, pairs_[part], pairs);
+      copy_lanes(codes_at, codes_[part], codes);
+      copy_lanes(pairs_at, pairs_[part], pairs);
     } else {
       const uint8_t* const codes_from = operand.codes + int64_t{tile_} * codes;
       const uint8_t* const pairs_from = static_cast<const uint8_t*>(operand.params) + int64_t{tile_} * pairs;
       const int lane = threadIdx.x % kThreads;
-      const uint32_t to = ptx::shared_address(stages_);
+      const uint32_t to = ptx::shared_address(stage());
       if constexpr (kBulkCopies) {
         if (lane == 0) {
           const uint32_t barrier = barriers_ + 8 * (2 * stage_ + part);
@@ -344,35 +372,34 @@ class TileStream {
     }
   }
 
-  // `to` and `from` are the lane's own.
-  __device__ __forceinline__ void copy_lanes(uint32_t to, const uint8_t* from, int size) {
+  // To the current stage; `from` is the lane's own.
+  __device__ __forceinline__ void copy_lanes(int at, const uint8_t* from, int size) {
     from += uint64_t{static_cast<uint32_t>(tile_)} * static_cast<uint32_t>(size);
+    const uint32_t to = to_ + at_ + at;
+    const int thread = threadIdx.x % kThreads;
 #pragma unroll
     for (int i = 0; i < size; i += 16 * kThreads)
-      ptx::cp_async16(to + i, from + i,
-                      size - i >= 16 * kThreads || 16 * static_cast<int>(threadIdx.x % kThreads) < size - i);
+      ptx::cp_async16(to + i, from + i, size - i >= 16 * kThreads || 16 * thread < size - i);
   }
 
   const DecodeParams& params_;
   const Plan& plan_;
   const int kv_head_;
-  const uint8_t* stages_;  // the current stage
+  const uint8_t* const ring_;
   const uint32_t barriers_;
   StreamState& state_;
-  int stage_ = 0;
+  int at_ = 0;     // of the current stage in the ring
+  int stage_ = 0;  // its number, and whether the ring was filled an even number of times: for barriers
   uint32_t phase_ = 0;
   bool exact_keys_copied_ = false;  // of the chunk whose values the next stage takes
-  // With known sizes, the lane's own addresses: the current stage, and the first tile of keys and of values.
+  // With known sizes, the lane's own addresses: in the first stage, and in the first tile of keys and of values.
   uint32_t to_ = 0;
   const uint8_t *codes_[2], *pairs_[2];
-  // The unit whose copy comes next.
-  int left_;  // units of the range from this one on
-  int block_, unit_, tiles_, units_, first_tile_;
-  int page_, tile_in_page_, id_;
-  // Heads in the pools before the row's page 0 and the warp's head; tiles in the pools before this one.  Below 2^31:
-  // decode_mma.cu checks.
-  int head_, tile_;
-  const int32_t* table_;
+  // The tiles whose copies come next, in the pools, the last in lane 0.  Below 2^31: decode_mma.cu checks.
+  int batch_ = 0, ready_ = 0;
+  int tile_;  // the first of them
+  // Behind them: units of the range, the first one's place, the page ids of the first ones that are tiles.
+  int left_, block_, unit_, ids_ = 0;
 };
 
 }  // namespace jax_foscar::cuda
