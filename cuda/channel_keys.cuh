@@ -15,6 +15,10 @@ namespace jax_foscar::cuda {
 
 // Which channels an m16n8k16 step stands for: lane 4 g + c holds two pairs of neighbouring ones, the first and the
 // second of both pairs in one register each, and the mask leaves a power of two on the codes of a pair.
+//
+// At 2 bits, where instructions count most, the queries are kept divided by that power, and most scales need no factor;
+// but in a tail, whose two pairs differ in it.  At 4 bits, that would take the fields of all blocks in turn, whose
+// words do not fit the registers.
 template <int kBits, int kDim>
 struct HalfChannels {
   static constexpr int kSteps = padded_dim(kDim) / 16;
@@ -29,6 +33,14 @@ struct HalfChannels {
   __device__ static constexpr int shift(int step, int i) {
     const int f = step % kFields;
     return kBits * (tail(step) ? 2 * f + i : f);
+  }
+  static constexpr bool kDivides = kBits == 2;
+  // By what power of two the queries are divided.
+  __device__ static constexpr int divided(int step) { return !kDivides || tail(step) ? 0 : shift(step, 0); }
+  // The i-th step to take: where queries are divided, those of the highest fields first, a tail's at the end.
+  __device__ static constexpr int in_order(int i) {
+    constexpr int kBlocks = num_blocks(kBits, kDim);
+    return kDivides && i < kBlocks * kFields ? i % kBlocks * kFields + kFields - 1 - i / kBlocks : i;
   }
 };
 
@@ -74,10 +86,11 @@ __device__ __noinline__ void load_channel_queries(const DecodeParams& params, co
     }
 #pragma unroll
     for (int i = 0; i < Channels::kSteps; i += 2) {
-      const float2 first = {x[i].x * factor, x[i + 1].x * factor}, second = {x[i].y * factor, x[i + 1].y * factor};
+      const int step = i + g % 2, at = 4 * (g / 2) + c;
+      const float by = factor * __int_as_float((127 - Channels::divided(step)) << 23);
+      const float2 first = {x[i].x * by, x[i + 1].x * by}, second = {x[i].y * by, x[i + 1].y * by};
       const __half2 high[2] = {__float22half2_rn(first), __float22half2_rn(second)};
       const float2 kept[2] = {__half22float2(high[0]), __half22float2(high[1])};
-      const int step = i + g % 2, at = 4 * (g / 2) + c;
       queries.halves.high[tile][step][at] = {bits_of(high[0]), bits_of(high[1])};
       queries.halves.low[tile][step][at] = {half_bits(first.x - kept[0].x, first.y - kept[0].y),
                                             half_bits(second.x - kept[1].x, second.y - kept[1].y)};
@@ -114,37 +127,37 @@ __device__ __forceinline__ uint4 load_two_pairs(const uint8_t* pairs, int channe
   return {halves.x, halves.y, 0, 0};
 }
 
-// Queries times scales for a B register: the high part, or the low one where the lane's column has `low_mask` set.
-__device__ __forceinline__ uint32_t scale_queries(uint32_t high, uint32_t scales, uint32_t low_mask) {
+// Queries times scales for a B register: the high part, or the low one where the lane's column is a low one: `minus` is
+// then -1, else 0.
+__device__ __forceinline__ uint32_t scale_queries(uint32_t high, uint32_t scales, float minus) {
   const __half2 product = __hmul2(halves_of(high), halves_of(scales));
-  const __half2 taken = halves_of(bits_of(product) & low_mask);
-  return bits_of(__hfma2(halves_of(high), halves_of(scales), __hneg2(taken)));
+  const __half2 taken = __hmul2(product, __float2half2_rn(minus));
+  return bits_of(__hfma2(halves_of(high), halves_of(scales), taken));
 }
 __device__ __forceinline__ uint32_t add_low(uint32_t low, uint32_t scales, uint32_t part) {
   return bits_of(__hfma2(halves_of(low), halves_of(scales), halves_of(part)));
 }
-__device__ __forceinline__ uint32_t scale_queries(float2 queries, float2 scales, uint32_t low_mask) {
+__device__ __forceinline__ uint32_t scale_queries(float2 queries, float2 scales, float minus) {
   const float2 product = {queries.x * scales.x, queries.y * scales.y};
-  const float2 taken = __half22float2(halves_of(half_bits(product.x, product.y) & low_mask));
-  return half_bits(product.x - taken.x, product.y - taken.y);
+  const float2 high = __half22float2(halves_of(half_bits(product.x, product.y)));
+  return half_bits(fmaf(minus, high.x, product.x), fmaf(minus, high.y, product.y));
 }
 
 // kHalves: 2 for groups of 64 tokens, 1 for 32, of which `half` says which.  kHasLow: queries have low parts; only
-// those in f32 do.
-template <int kBits, int kHalves, bool kHasLow, int kPairBytes, int kDim, int kTiles, bool kAnyPerChannel>
-__device__ __forceinline__ void score_group(const uint8_t* codes, const uint8_t* pairs, int half, int lane,
-                                            const Queries<kDim, kTiles, kAnyPerChannel>& queries,
-                                            float (&scores)[kTiles][2 * kHalves][2]) {
+// those in f32 do.  kScaled: scales are divided by a power of two, their `exponent`; else that is 127.
+template <int kBits, int kHalves, bool kHasLow, bool kScaled, int kPairBytes, int kDim, int kTiles, bool kAnyPerChannel>
+__device__ __forceinline__ void score_scaled(const uint8_t* codes, const uint8_t* pairs, int half, int exponent,
+                                             int lane, const Queries<kDim, kTiles, kAnyPerChannel>& queries,
+                                             float (&scores)[kTiles][2 * kHalves][2]) {
   using Channels = HalfChannels<kBits, kDim>;
   const int g = lane / 4, c = lane % 4, at = 4 * (g / 2) + c;
-  const uint32_t low_mask = g % 2 == 1 ? 0xffffffffu : 0;
-  const int exponent = scale_exponent<kPairBytes, kDim>(pairs, lane);
+  const float minus = g % 2 == 1 ? -1.0f : 0.0f;
   KeyWords<kBits, kDim> words[kHalves];
 #pragma unroll
   for (int i = 0; i < kHalves; ++i) words[i].load(codes, half + i, lane);
   float sums[kTiles][2 * kHalves][4] = {}, offsets[kTiles][4] = {};
-  for_each<Channels::kSteps>([&](auto step_constant) {
-    constexpr int step = step_constant;
+  for_each<Channels::kSteps>([&](auto i_constant) {
+    constexpr int step = Channels::in_order(i_constant);
     uint4 load[2];  // (scale, offset) of two neighbouring channels each, f16 in x and y
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -154,26 +167,34 @@ __device__ __forceinline__ void score_group(const uint8_t* codes, const uint8_t*
     }
     uint2 b[kTiles];
     if constexpr (kPairBytes == 4) {
-      constexpr uint32_t kShifts = Channels::shift(step, 0) << 10 | Channels::shift(step, 1) << 26;
-      const __half2 factor = halves_of((127 + 15 - exponent) * 0x04000400u - kShifts);
-      const uint32_t scales[2] = {bits_of(__hmul2(halves_of(__byte_perm(load[0].x, load[1].x, 0x5410)), factor)),
-                                  bits_of(__hmul2(halves_of(__byte_perm(load[0].y, load[1].y, 0x5410)), factor))};
+      const uint32_t packed[2] = {__byte_perm(load[0].x, load[1].x, 0x5410), __byte_perm(load[0].y, load[1].y, 0x5410)};
+      constexpr int kFirst = Channels::shift(step, 0) - Channels::divided(step);
+      constexpr int kSecond = Channels::shift(step, 1) - Channels::divided(step);
+      uint32_t scales[2] = {packed[0], packed[1]};
+      if constexpr (kScaled || kFirst + kSecond > 0) {
+        const __half2 factor = halves_of((127 + 15 - exponent) * 0x04000400u - (kFirst << 10 | kSecond << 26));
+        scales[0] = bits_of(__hmul2(halves_of(packed[0]), factor));
+        scales[1] = bits_of(__hmul2(halves_of(packed[1]), factor));
+      }
       const uint32_t first = __byte_perm(load[0].x, load[1].x, 0x7632);
       const uint32_t second = __byte_perm(load[0].y, load[1].y, 0x7632);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const uint2 high = queries.halves.high[tile][step][at];
-        b[tile] = {scale_queries(high.x, scales[0], low_mask), scale_queries(high.y, scales[1], low_mask)};
-        ptx::mma_f16(offsets[tile], {first, first, second, second}, high);
+        b[tile] = {scale_queries(high.x, scales[0], minus), scale_queries(high.y, scales[1], minus)};
+        // Tokens g alone count: the others get what stands beside in registers.
+        ptx::mma_f16(offsets[tile], {first, packed[0], second, packed[1]}, high);
         if constexpr (kHasLow) {
           const uint2 low = queries.halves.low[tile][step][at];
-          b[tile] = {add_low(low.x & low_mask, scales[0], b[tile].x), add_low(low.y & low_mask, scales[1], b[tile].y)};
-          ptx::mma_f16(offsets[tile], {first, first, second, second}, low);
+          const uint32_t mask = g % 2 == 1 ? 0xffffffffu : 0;
+          b[tile] = {add_low(low.x & mask, scales[0], b[tile].x), add_low(low.y & mask, scales[1], b[tile].y)};
+          ptx::mma_f16(offsets[tile], {first, packed[0], second, packed[1]}, low);
         }
       }
     } else {
       const float factor = __int_as_float((254 - exponent) << 23);
-      constexpr float kFirst = 1.0f / (1 << Channels::shift(step, 0)), kSecond = 1.0f / (1 << Channels::shift(step, 1));
+      constexpr float kFirst = 1.0f / (1 << (Channels::shift(step, 0) - Channels::divided(step)));
+      constexpr float kSecond = 1.0f / (1 << (Channels::shift(step, 1) - Channels::divided(step)));
       const float4 x = as_floats(load[0]), y = as_floats(load[1]);
       const float2 scales[2] = {{x.x * factor * kFirst, y.x * factor * kSecond},
                                 {x.z * factor * kFirst, y.z * factor * kSecond}};
@@ -181,7 +202,7 @@ __device__ __forceinline__ void score_group(const uint8_t* codes, const uint8_t*
       for (int tile = 0; tile < kTiles; ++tile) {
         const uint2 high = queries.halves.high[tile][step][at], low = queries.halves.low[tile][step][at];
         const float2 first = sum_of_halves(high.x, low.x), second = sum_of_halves(high.y, low.y);
-        b[tile] = {scale_queries(first, scales[0], low_mask), scale_queries(second, scales[1], low_mask)};
+        b[tile] = {scale_queries(first, scales[0], minus), scale_queries(second, scales[1], minus)};
         float& sum = offsets[tile][0];
         sum = fmaf(first.x, x.y, fmaf(first.y, y.y, fmaf(second.x, x.w, fmaf(second.y, y.w, sum))));
       }
@@ -192,6 +213,12 @@ __device__ __forceinline__ void score_group(const uint8_t* codes, const uint8_t*
       words[i / 2].half_operand(i % 2, step, a);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) ptx::mma_f16(sums[tile][i], a, b[tile]);
+    }
+    // The offsets' sums, of divided queries too, are that of the highest field, times 2^bits, and so on.
+    constexpr int kNext = i_constant + 1 < Channels::kSteps ? Channels::in_order(i_constant + 1) : step;
+    if constexpr (Channels::divided(step) > Channels::divided(kNext)) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) offsets[tile][0] *= 1 << kBits;
     }
   });
 #pragma unroll
@@ -212,6 +239,21 @@ __device__ __forceinline__ void score_group(const uint8_t* codes, const uint8_t*
   }
 }
 
+// kOneKind: of a kernel for one kind of keys, which is worth a second way.
+template <int kBits, int kHalves, bool kHasLow, bool kOneKind, int kPairBytes, int kDim, int kTiles,
+          bool kAnyPerChannel>
+__device__ __forceinline__ void score_group(const uint8_t* codes, const uint8_t* pairs, int half, int lane,
+                                            const Queries<kDim, kTiles, kAnyPerChannel>& queries,
+                                            float (&scores)[kTiles][2 * kHalves][2]) {
+  const int exponent = scale_exponent<kPairBytes, kDim>(pairs, lane);
+  // Queries are below 2^7: most scales need no factor that keeps products in a half's range and above its subnormals.
+  if constexpr (HalfChannels<kBits, kDim>::kDivides && kPairBytes == 4 && !kHasLow && kOneKind) {
+    if (127 - 6 <= exponent && exponent <= 127 + 7) [[likely]]
+      return score_scaled<kBits, kHalves, kHasLow, false, kPairBytes>(codes, pairs, half, 127, lane, queries, scores);
+  }
+  score_scaled<kBits, kHalves, kHasLow, true, kPairBytes>(codes, pairs, half, exponent, lane, queries, scores);
+}
+
 // scores[tile][i][r] = the logits (base 2) of token 16 i + 8 r + g and the lane's query row.  kGroup: 64 tokens, or 0
 // where the launch says whether 32 or 64.
 template <int kBits, int kGroup, bool kHasLow, int kPairBytes, int kDim, int kTiles, bool kAnyPerChannel>
@@ -221,13 +263,13 @@ __device__ __forceinline__ void score_groups(int group, const uint8_t* codes, co
   // With 16 query rows, registers hold the sums of 32 tokens, and queries are scaled twice.
   constexpr bool kWhole = kTiles <= 2 && kGroup == 64;
   if (kWhole || (kTiles <= 2 && group == 64)) {
-    score_group<kBits, 2, kHasLow, kPairBytes>(codes, pairs, 0, lane, queries, scores);
+    score_group<kBits, 2, kHasLow, kGroup != 0, kPairBytes>(codes, pairs, 0, lane, queries, scores);
   } else if constexpr (!kWhole) {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint8_t* const own_pairs = pairs + half * 32 / group * kDim * kPairBytes;
       float of_half[kTiles][2][2];
-      score_group<kBits, 1, kHasLow, kPairBytes>(codes, own_pairs, half, lane, queries, of_half);
+      score_group<kBits, 1, kHasLow, kGroup != 0, kPairBytes>(codes, own_pairs, half, lane, queries, of_half);
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) {
         // No variable may index registers.
