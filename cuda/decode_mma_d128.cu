@@ -27,6 +27,10 @@ constexpr DecodeVariant kVariants[] = {
     one_kind<Channel<2, 64>, Token<2, 64>, 128, 8>(),
     one_kind<Token<4>, Token<4>, 128, 16>(),
     one_kind<Token<2>, Token<2>, 128, 16>(),
+    one_kind<Token<4, 64>, Token<4, 64>, 128, 16>(),
+    one_kind<Token<2, 64>, Token<2, 64>, 128, 16>(),
+    one_kind<Channel<4, 64>, Token<4, 64>, 128, 16>(),
+    one_kind<Channel<2, 64>, Token<2, 64>, 128, 16>(),
 };
 
 // Two stages of 4-bit tiles leave little for what a warp keeps beside them: with less room INT4 would lose a warp.

@@ -76,11 +76,15 @@ def attend(q, cache, *, local_window_size=None, ctas=1, teams=KV_HEADS, seed=0, 
     return kept["out"], kept["lse"]
 
 
-def example(text, *, num_queries=1, ratio=4, dim=128, lengths=LENGTHS, **options):
-    """Queries, and a cache of tokens whose pages and ring slots stand in a random order."""
+def example(text, *, num_queries=1, ratio=4, dim=128, lengths=LENGTHS, capacity=448, key_scale=1, **options):
+    """Queries, and a cache of tokens whose pages and ring slots stand in a random order.
+
+    Keys are ``key_scale`` times as large, queries as small.
+    """
     rows = random_rows(lengths, heads=KV_HEADS, dim=dim)
-    cache = make_cache(KVFormat.parse(text), rows, capacity=448, **options)
-    return np.asarray(queries((len(lengths), num_queries, KV_HEADS * ratio, dim))), cache
+    rows.k *= np.float32(key_scale)
+    cache = make_cache(KVFormat.parse(text), rows, capacity=capacity, **options)
+    return np.asarray(queries((len(lengths), num_queries, KV_HEADS * ratio, dim))) / np.float32(key_scale), cache
 
 
 def errors(actual, q, cache, **options):
@@ -109,10 +113,14 @@ def test_formats(text, windows):
 
 @pytest.mark.parametrize("windows", ["", ",sink4,recent20", ",sink32,recent70"])
 @pytest.mark.parametrize(
-    ("text", "ratio"), [("k2t64,v2t64", 8), ("k4c64,v4t64", 8), ("k4t,v4t", 16), ("k2t,v2t", 16), ("k4t,v4t", 11)]
-)
+    ("text", "ratio"),
+    [
+        ("k2t64,v2t64", 8), ("k4c64,v4t64", 8), ("k2c64,v2t64", 8), ("k4t,v4t", 16), ("k2t,v2t", 16), ("k4t,v4t", 11),
+        ("k4c64,v4t64", 16),
+    ],
+)  # fmt: skip
 def test_many_query_rows(text, ratio, windows):
-    """Eight rows a warp, and teams of two warps."""
+    """Eight rows a warp, and teams of two or four warps."""
     q, cache = example(text + windows, ratio=ratio)
     for grid in {}, {"ctas": 2, "teams": 3}:
         assert max(errors(attend(q, cache, **grid), q, cache)) <= BOUND
@@ -123,6 +131,22 @@ def test_local_window(text):
     q, cache = example(text, num_queries=2, ratio=2)
     window = {"local_window_size": (50, 0)}
     assert max(errors(attend(q, cache, **window, teams=6), q, cache, **window)) <= BOUND
+
+
+@pytest.mark.parametrize("text", ["k4t,v4t", "k4t,v4t,page192,sink70,recent9", "k2c64,v2c64,page128"])
+def test_more_tiles_than_page_ids_are_read_at_once(text):
+    """And pages of one tile or more, from the first tile and from another one on."""
+    q, cache = example(text, lengths=(2500, 4300), capacity=4608)
+    for grid in {}, {"ctas": 2, "teams": 5}:
+        assert max(errors(attend(q, cache, **grid), q, cache)) <= BOUND
+
+
+@pytest.mark.parametrize("key_scale", [2**-12, 2**-5, 2**6, 2**12])
+@pytest.mark.parametrize("text", ["k2c64,v2c64", "k4c64,v4t64"])
+def test_scales_per_channel(text, key_scale):
+    """Scales per channel near both ends of float16 and beyond what the 2-bit kernel takes without a factor."""
+    q, cache = example(text, key_scale=key_scale, lengths=(200, 400))
+    assert max(errors(attend(q, cache), q, cache)) <= BOUND
 
 
 def test_head_dim_64():

@@ -70,6 +70,7 @@ void emulate(const Sizes& s, const Arrays& a, float scale) {
                    run_if<Channel<4>, Token<4, 64>, 128, 4>(p, s) || run_if<Channel<2>, Channel<2>, 128, 4>(p, s) ||
                    run_if<Token<2, 64>, Token<2, 64>, 128, 8>(p, s) || run_if<Channel<4>, Token<4, 64>, 128, 8>(p, s) ||
                    run_if<Token<4>, Token<4>, 128, 16>(p, s) || run_if<Token<2>, Token<2>, 128, 16>(p, s) ||
+                   run_if<Channel<4>, Token<4, 64>, 128, 16>(p, s) || run_if<Channel<2>, Token<2, 64>, 128, 8>(p, s) ||
                    run_if<Token<2>, Token<2>, 64, 4>(p, s);
   if (!ran) throw std::invalid_argument("no such kernel is emulated");
 }
