@@ -5,7 +5,7 @@
 // code * 2^(position - 24)) with Q * scale as two halves each, high and low: the columns of a tile are 4 query rows x
 // {high, low}, so that scores lie as in keys.cuh.  A lane makes its own B registers: f16 products with their exact
 // remainders cost a third of what integer digits did, which lanes had to exchange.  One more MMA with the offsets as
-// the A operand, the same in all rows, sums Q * offset.
+// the A operand sums Q * offset.
 #pragma once
 
 #include "keys.cuh"
