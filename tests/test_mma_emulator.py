@@ -20,9 +20,10 @@ from support import make_cache, queries, random_rows, relative_l2
 from jax_foscar import KVFormat
 
 BOUND = 3e-4
+HALF = 2**-11  # the relative error of rounding an output to float16, at most
 KV_HEADS = 2
 LENGTHS = (0, 1, 63, 64, 200, 400)
-Sizes = sizes_of_call("ctas", "teams", "seed", "fault")
+Sizes = sizes_of_call("ctas", "teams", "seed", "fault", "half_queries")
 
 
 class Fault(IntEnum):
@@ -44,13 +45,13 @@ def library():
 
 
 def attend(q, cache, *, local_window_size=None, ctas=1, teams=KV_HEADS, seed=0, fault=Fault.NONE):
-    """``(out, lse)``; ``teams`` is the number of workers a CTA."""
+    """``(out, lse)``, out of the queries' type; ``teams`` is the number of workers a CTA."""
     fmt, dim = cache.format, cache.head_dim
     batch, num_queries, num_heads, _ = q.shape
     pools, layers, pages, kv_heads = cache.key.codes.shape[:4]
     arrays = {
         "q": q, "page_table": cache.page_table, "length": cache.length, "layer": np.zeros(1, np.int32),
-        "out": np.full(q.shape, 7, np.float32), "lse": np.full(q.shape[:3], 7, np.float32),
+        "out": np.full(q.shape, 7, q.dtype), "lse": np.full(q.shape[:3], 7, np.float32),
         "key_exact": cache.exact_key, "value_exact": cache.exact_value,
     }  # fmt: skip
     sizes = {
@@ -58,6 +59,7 @@ def attend(q, cache, *, local_window_size=None, ctas=1, teams=KV_HEADS, seed=0, 
         "layers": layers, "pages": pages, "page_size": fmt.page_size, "table_width": cache.page_table.shape[1],
         "dim": dim, "sink": fmt.sink_tokens, "recent": fmt.recent_tokens, "token_group": support.token_group(fmt),
         "ring": support.ring(fmt), "causal": True, "ctas": ctas, "teams": teams, "seed": seed, "fault": fault,
+        "half_queries": q.dtype == np.float16,
         "window_left": UNBOUNDED if local_window_size is None else local_window_size[0],
     }  # fmt: skip
     for name, quant, operand in (("key", fmt.key, cache.key), ("value", fmt.value, cache.value)):
@@ -142,11 +144,18 @@ def test_more_tiles_than_page_ids_are_read_at_once(text):
 
 
 @pytest.mark.parametrize("key_scale", [2**-12, 2**-5, 2**6, 2**12])
-@pytest.mark.parametrize("text", ["k2c64,v2c64", "k4c64,v4t64"])
+@pytest.mark.parametrize("text", ["k2c64,v2c64", "k2c64,v2t64,sink4,recent20", "k4c64,v4t64"])
 def test_scales_per_channel(text, key_scale):
-    """Scales per channel near both ends of float16 and beyond what the 2-bit kernel takes without a factor."""
-    q, cache = example(text, key_scale=key_scale, lengths=(200, 400))
-    assert max(errors(attend(q, cache), q, cache)) <= BOUND
+    """Scales per channel near both ends of float16 and beyond what the 2-bit kernel takes without a factor.
+
+    Of float16 queries, that is: those in float32 have low parts, and always take the factor.
+    """
+    q, cache = example(text, key_scale=key_scale, lengths=(0, 200, 400))
+    for grid in {}, {"ctas": 2, "teams": 5}:
+        assert max(errors(attend(q, cache, **grid), q, cache)) <= BOUND
+        halves = q.astype(np.float16)
+        out, lse = attend(halves, cache, **grid)
+        assert max(errors((out.astype(np.float32), lse), halves.astype(np.float32), cache)) <= BOUND + HALF
 
 
 def test_head_dim_64():

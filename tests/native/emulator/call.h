@@ -15,12 +15,13 @@ struct CallSizes {
   int64_t sink, recent, token_group, ring, causal, window_left;
 };
 struct Arrays {
-  const float* q;
+  const void* q;
   const uint8_t *key_codes, *value_codes;
   const void *key_params, *value_params;
   const uint16_t *key_exact, *value_exact;
   const int32_t *page_table, *length, *layer;
-  float *out, *lse;
+  void* out;
+  float* lse;
 };
 
 inline DecodeParams decode_params(const CallSizes& s, const Arrays& a, float scale) {

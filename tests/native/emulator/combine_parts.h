@@ -1,7 +1,6 @@
 // What combine.cu does, on the CPU.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -14,9 +13,10 @@ namespace emulator {
 using namespace jax_foscar;
 
 // The merge of rows that several workers share, one query row after the other; `rows` are those of an item, which has
-// all of a KV head's.
-inline void combine_parts(const DecodeParams& params, const int* row_start, const float* pieces, int workers,
-                          int rows) {
+// all of a KV head's.  `store(i, x)` sets output number i.
+template <class Store>
+void combine_parts(const DecodeParams& params, const int* row_start, const float* pieces, int workers, int rows,
+                   const Store& store) {
   const int ratio = params.num_heads / params.num_kv_heads, dim = params.value.dim;
   const int64_t piece_size = piece_floats(rows, dim);
   const Cut cut(row_start[params.batch], workers / params.num_kv_heads);
@@ -25,9 +25,8 @@ inline void combine_parts(const DecodeParams& params, const int* row_start, cons
     for (int i = 0; i < params.num_queries * params.num_heads; ++i) {
       const int head = i % params.num_heads, in_item = i / params.num_heads * ratio + head % ratio;
       const int64_t index = int64_t{row} * params.num_queries * params.num_heads + i;
-      float* const out = static_cast<float*>(params.out) + index * dim;
       if (count == 0) {
-        std::fill(out, out + dim, 0.0f);
+        for (int d = 0; d < dim; ++d) store(index * dim + d, 0.0f);
         params.lse[index] = -INFINITY;
         continue;
       }
@@ -46,7 +45,7 @@ inline void combine_parts(const DecodeParams& params, const int* row_start, cons
         sum += weight * piece(p)[rows * (dim + 1) + in_item];
         for (int d = 0; d < dim; ++d) total[d] += weight * piece(p)[in_item * dim + d];
       }
-      for (int d = 0; d < dim; ++d) out[d] = sum == 0 ? 0.0f : static_cast<float>(total[d] / sum);
+      for (int d = 0; d < dim; ++d) store(index * dim + d, sum == 0 ? 0.0f : static_cast<float>(total[d] / sum));
       params.lse[index] = sum == 0 ? -INFINITY : static_cast<float>(max * 0.69314718055994531 + std::log(sum));
     }
   }

@@ -20,7 +20,7 @@ using namespace jax_foscar::cuda;
 
 struct Sizes {
   CallSizes call;
-  int64_t ctas, teams, seed, fault;  // teams: workers a CTA
+  int64_t ctas, teams, seed, fault, half_queries;  // teams: workers a CTA
 };
 
 template <class T>
@@ -40,7 +40,8 @@ void run(const DecodeParams& params, const Sizes& s) {
     Block block(threads, shared, bytes, s.seed + block_index.x, static_cast<Fault>(s.fault));
     block.run([&] { decode_mma<T>(params, plan); });
   }
-  combine_parts(params, row_start.data(), pieces.data(), workers, T::kRows);
+  const auto store = [&](int64_t i, float x) { store_output(params, i, x); };
+  combine_parts(params, row_start.data(), pieces.data(), workers, T::kRows, store);
 }
 
 // Runs the kernel of the call's kinds and rows, or returns false.
@@ -64,14 +65,15 @@ template <int kBits>
 using Channel = Kind<kBits, true, 64>;
 
 void emulate(const Sizes& s, const Arrays& a, float scale) {
-  const DecodeParams p = decode_params(s.call, a, scale);
+  DecodeParams p = decode_params(s.call, a, scale);
+  if (s.half_queries != 0) p.q_dtype = DType::kF16;
   const bool ran = run_if<Token<4>, Token<4>, 128, 4>(p, s) || run_if<Token<2>, Token<2>, 128, 4>(p, s) ||
                    run_if<Token<4>, Token<2>, 128, 4>(p, s) || run_if<Token<2, 64>, Token<2, 64>, 128, 4>(p, s) ||
                    run_if<Channel<4>, Token<4, 64>, 128, 4>(p, s) || run_if<Channel<2>, Channel<2>, 128, 4>(p, s) ||
-                   run_if<Token<2, 64>, Token<2, 64>, 128, 8>(p, s) || run_if<Channel<4>, Token<4, 64>, 128, 8>(p, s) ||
-                   run_if<Token<4>, Token<4>, 128, 16>(p, s) || run_if<Token<2>, Token<2>, 128, 16>(p, s) ||
-                   run_if<Channel<4>, Token<4, 64>, 128, 16>(p, s) || run_if<Channel<2>, Token<2, 64>, 128, 8>(p, s) ||
-                   run_if<Token<2>, Token<2>, 64, 4>(p, s);
+                   run_if<Channel<2>, Token<2, 64>, 128, 4>(p, s) || run_if<Token<2, 64>, Token<2, 64>, 128, 8>(p, s) ||
+                   run_if<Channel<4>, Token<4, 64>, 128, 8>(p, s) || run_if<Token<4>, Token<4>, 128, 16>(p, s) ||
+                   run_if<Token<2>, Token<2>, 128, 16>(p, s) || run_if<Channel<4>, Token<4, 64>, 128, 16>(p, s) ||
+                   run_if<Channel<2>, Token<2, 64>, 128, 8>(p, s) || run_if<Token<2>, Token<2>, 64, 4>(p, s);
   if (!ran) throw std::invalid_argument("no such kernel is emulated");
 }
 
