@@ -35,8 +35,9 @@ struct HalfChannels {
     return kBits * (tail(step) ? 2 * f + i : f);
   }
   static constexpr bool kDivides = kBits == 2;
-  // By what power of two the queries are divided.
+  // By what power of two the queries are divided, and by what the scales still have to be.
   __device__ static constexpr int divided(int step) { return !kDivides || tail(step) ? 0 : shift(step, 0); }
+  __device__ static constexpr int left(int step, int i) { return shift(step, i) - divided(step); }
   // The i-th step to take: where queries are divided, those of the highest fields first, a tail's at the end.
   __device__ static constexpr int in_order(int i) {
     constexpr int kBlocks = num_blocks(kBits, kDim);
@@ -168,11 +169,10 @@ __device__ __forceinline__ void score_scaled(const uint8_t* codes, const uint8_t
     uint2 b[kTiles];
     if constexpr (kPairBytes == 4) {
       const uint32_t packed[2] = {__byte_perm(load[0].x, load[1].x, 0x5410), __byte_perm(load[0].y, load[1].y, 0x5410)};
-      constexpr int kFirst = Channels::shift(step, 0) - Channels::divided(step);
-      constexpr int kSecond = Channels::shift(step, 1) - Channels::divided(step);
+      constexpr uint32_t kLeft = Channels::left(step, 0) << 10 | Channels::left(step, 1) << 26;
       uint32_t scales[2] = {packed[0], packed[1]};
-      if constexpr (kScaled || kFirst + kSecond > 0) {
-        const __half2 factor = halves_of((127 + 15 - exponent) * 0x04000400u - (kFirst << 10 | kSecond << 26));
+      if constexpr (kScaled || kLeft > 0) {
+        const __half2 factor = halves_of((127 + 15 - exponent) * 0x04000400u - kLeft);
         scales[0] = bits_of(__hmul2(halves_of(packed[0]), factor));
         scales[1] = bits_of(__hmul2(halves_of(packed[1]), factor));
       }
@@ -193,8 +193,7 @@ __device__ __forceinline__ void score_scaled(const uint8_t* codes, const uint8_t
       }
     } else {
       const float factor = __int_as_float((254 - exponent) << 23);
-      constexpr float kFirst = 1.0f / (1 << (Channels::shift(step, 0) - Channels::divided(step)));
-      constexpr float kSecond = 1.0f / (1 << (Channels::shift(step, 1) - Channels::divided(step)));
+      constexpr float kFirst = 1.0f / (1 << Channels::left(step, 0)), kSecond = 1.0f / (1 << Channels::left(step, 1));
       const float4 x = as_floats(load[0]), y = as_floats(load[1]);
       const float2 scales[2] = {{x.x * factor * kFirst, y.x * factor * kSecond},
                                 {x.z * factor * kFirst, y.z * factor * kSecond}};

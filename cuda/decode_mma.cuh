@@ -69,7 +69,7 @@ constexpr TileBytes fixed_tile_bytes(int dim, int pair_bytes) {
           pairs(value)};
 }
 
-struct Nothing {};
+struct Nothing {};  // in the place of a member that a kernel does not have
 
 inline constexpr int kScanBytes = 4 * 32;  // of a warp, for find_start
 

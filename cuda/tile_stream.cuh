@@ -238,10 +238,14 @@ class TileStream {
     if (lane >= size) return;
     const int32_t* const table =
         params_.page_table + int64_t{params_.row_entry(state_.row, params_.table_rows)} * params_.table_width;
-    const int tile = state_.work.first_tile + unit_ + size - 1 - lane;
+    const int tile = batch_tile(size);
     ids_ = table[plan_.page_tiles == 1 ? tile : tile / plan_.page_tiles];  // mostly, without a division
   }
   __device__ __forceinline__ int batch_size() const { return min(min(left_, state_.work.tiles - unit_), 32); }
+  // The row's tile that is the lane's in the batch of `size` tiles from `unit_` on.
+  __device__ __forceinline__ int batch_tile(int size) const {
+    return state_.work.first_tile + unit_ + size - 1 - static_cast<int>(threadIdx.x % 32);
+  }
 
   // Those become tiles to copy; reads the ids behind them.
   __device__ __forceinline__ void begin_batch() {
@@ -253,8 +257,7 @@ class TileStream {
       if (bad) ids_ = 0;  // another page's tile comes instead
     }
     batch_ = state_.head + ids_ * params_.num_kv_heads;
-    if (plan_.page_tiles > 1)
-      batch_ = batch_ * plan_.page_tiles + (state_.work.first_tile + unit_ + size - 1 - lane) % plan_.page_tiles;
+    if (plan_.page_tiles > 1) batch_ = batch_ * plan_.page_tiles + batch_tile(size) % plan_.page_tiles;
     ready_ = size, left_ -= size, unit_ += size;
     pick_tile();
     read_ids();
@@ -388,8 +391,9 @@ class TileStream {
   const uint8_t* const ring_;
   const uint32_t barriers_;
   StreamState& state_;
-  int at_ = 0;     // of the current stage in the ring
-  int stage_ = 0;  // its number, and whether the ring was filled an even number of times: for barriers
+  int at_ = 0;  // where the current stage is in the ring
+  // For barriers: its number, and the parity of how often the ring was filled.
+  int stage_ = 0;
   uint32_t phase_ = 0;
   bool exact_keys_copied_ = false;  // of the chunk whose values the next stage takes
   // With known sizes, the lane's own addresses: in the first stage, and in the first tile of keys and of values.
